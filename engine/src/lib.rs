@@ -1,0 +1,7 @@
+//! The engine of ernied: scheduler, paged KV cache, ERNIE-4.5 model and sampler.
+//!
+//! A pure library: no process, socket, clock or text. Its life is `add`, `abort`, `step`; everything it knows comes in
+//! through those calls, so a test can walk it step by step and compare bit for bit.
+
+pub mod params;
+pub mod runner;

@@ -1,0 +1,52 @@
+//! The one backend trait: above it nobody knows what computes.
+
+pub mod batch;
+
+pub use batch::{BatchSequence, SampleRow, StepBatch, Want};
+
+/// Why a step could not be computed. The batch had no effect that a later step may rely on.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+#[error("{0}")]
+pub struct RunnerError(pub String);
+
+/// Sizes a runner was built with; the scheduler never plans beyond them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RunnerLimits {
+    pub vocab_size: u32,
+    pub block_size: u32,
+    pub num_blocks: u32,
+    pub max_num_batched_tokens: u32,
+    pub max_num_seqs: u32,
+    pub max_model_len: u32,
+}
+
+/// Computes one step. Owns weights, KV memory, workspace and the thread pool.
+pub trait ModelRunner {
+    fn limits(&self) -> RunnerLimits;
+
+    /// Computes the batch: performs `batch.copies`, appends K and V of every token to its slot, and leaves one result per
+    /// `batch.sample_rows`, to be read by [`ModelRunner::row`] until the next call.
+    fn execute(&mut self, batch: &StepBatch) -> Result<(), RunnerError>;
+
+    /// Result of sample row `i` of the last step.
+    fn row(&mut self, i: usize) -> Row<'_>;
+
+    /// Runs `jobs` independent pieces of work on the runner's threads (sampling uses it). The default runs them here.
+    fn parallel(&self, jobs: usize, work: &(dyn Fn(usize) + Sync)) {
+        (0..jobs).for_each(work);
+    }
+
+    /// Per MoE layer, tokens that each expert has seen since load; empty for dense models.
+    fn expert_tokens(&self) -> &[Vec<u64>] {
+        &[]
+    }
+}
+
+/// What a sample row gives, by what was wanted.
+#[derive(Debug)]
+pub enum Row<'a> {
+    /// The most likely token (lowest id on ties) and its logit; NaN if any logit of the row was not finite.
+    Greedy { token: u32, logit: f32 },
+    /// All logits, `vocab_size` long; the sampler may change them in place.
+    Logits(&'a mut [f32]),
+}
