@@ -3,5 +3,12 @@
 //! A pure library: no process, socket, clock or text. Its life is `add`, `abort`, `step`; everything it knows comes in
 //! through those calls, so a test can walk it step by step and compare bit for bit.
 
+pub mod config;
+pub mod engine;
+pub mod outputs;
 pub mod params;
 pub mod runner;
+
+pub use config::{EngineConfig, SwapConfig, SwapPolicy};
+pub use engine::{AddError, Engine, EngineError};
+pub use outputs::{EngineStats, FinishReason, PromptLogprobs, SequenceOutput, Started, StepOutputs, TokenLogprobs};

@@ -273,6 +273,7 @@ pub struct Started {
 pub struct SequenceOutput {
     pub request: RequestId,
     pub choice: u16,
+    /// `u32::MAX` when `finish` is `Error`: then nothing was chosen.
     pub token: u32,
     pub logprobs: Option<TokenLogprobs>,
     pub finish: Option<FinishReason>,

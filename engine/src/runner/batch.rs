@@ -13,7 +13,7 @@ pub struct StepBatch {
     pub sequences: Vec<BatchSequence>,
     /// Block tables of all sequences, concatenated; enough blocks to cover each context.
     pub block_tables: Vec<u32>,
-    /// Tokens whose logits are wanted, ascending.
+    /// Tokens whose logits are wanted, ascending, each once; at most `RunnerLimits::max_num_seqs` of them.
     pub sample_rows: Vec<SampleRow>,
     /// Whole-block KV copies `(from, to)` to do before anything else (copy-on-write).
     pub copies: Vec<(u32, u32)>,

@@ -31,10 +31,30 @@ pub trait ModelRunner {
     /// Result of sample row `i` of the last step.
     fn row(&mut self, i: usize) -> Row<'_>;
 
-    /// Runs `jobs` independent pieces of work on the runner's threads (sampling uses it). The default runs them here.
+    /// Runs `jobs` independent pieces of work on the runner's threads. The default runs them here.
     fn parallel(&self, jobs: usize, work: &(dyn Fn(usize) + Sync)) {
         (0..jobs).for_each(work);
     }
+
+    /// Gives each of the last step's `rows` sample rows to `work` once, on the runner's threads and in any order (sampling
+    /// uses it). The default runs them here, one after the other; a runner with threads overrides it.
+    fn for_each_row(&mut self, rows: usize, work: &(dyn Fn(usize, Row<'_>) + Sync)) {
+        for i in 0..rows {
+            work(i, self.row(i));
+        }
+    }
+
+    /// Bytes of one KV block as [`ModelRunner::export_block`] writes it. 0: blocks can not leave this runner, and the swap
+    /// space stays off.
+    fn block_bytes(&self) -> usize {
+        0
+    }
+
+    /// Copies a KV block out; `out` is `block_bytes` long.
+    fn export_block(&self, _block: u32, _out: &mut [u8]) {}
+
+    /// Copies a KV block back, bit for bit.
+    fn import_block(&mut self, _block: u32, _from: &[u8]) {}
 
     /// Per MoE layer, tokens that each expert has seen since load; empty for dense models.
     fn expert_tokens(&self) -> &[Vec<u64>] {

@@ -1,0 +1,59 @@
+//! Settings of the engine: bounds of a step, prefix cache, swap space. Plain values, resolved by whoever builds the engine.
+
+use std::sync::Arc;
+
+/// How the engine plans. Bounds that the runner was built with (`RunnerLimits`) cap these.
+#[derive(Debug, Clone, PartialEq)]
+pub struct EngineConfig {
+    /// Most sequences that run at the same time.
+    pub max_num_seqs: u32,
+    /// Most tokens in one step.
+    pub max_num_batched_tokens: u32,
+    /// Most prompt tokens in a step that also carries decodes, so that a long prompt does not stretch the others' time
+    /// between tokens. A step without decodes uses the whole budget.
+    pub max_prefill_chunk: u32,
+    /// Reuse computed blocks between requests that share a prefix (and a salt).
+    pub enable_prefix_caching: bool,
+    /// Consecutive KV blocks that a sequence reserves ahead, so that attention reads long runs of memory.
+    pub block_run: u32,
+    /// Seeds the hash of the prefix cache.
+    pub seed: u64,
+    pub swap: SwapConfig,
+    /// The byte string of every token id, for grammars. Empty: no grammars.
+    pub vocabulary: Arc<Vec<Vec<u8>>>,
+}
+
+impl Default for EngineConfig {
+    fn default() -> Self {
+        Self {
+            max_num_seqs: 256,
+            max_num_batched_tokens: 2048,
+            max_prefill_chunk: 128,
+            enable_prefix_caching: true,
+            block_run: 8,
+            seed: 0,
+            swap: SwapConfig::default(),
+            vocabulary: Arc::default(),
+        }
+    }
+}
+
+/// Host memory for copies of KV blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct SwapConfig {
+    pub policy: SwapPolicy,
+    /// Bytes of host memory; 0 is the same as `SwapPolicy::Off`.
+    pub space_bytes: u64,
+}
+
+/// What goes to the swap space when a block of the KV pool is needed for something else.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum SwapPolicy {
+    /// Nothing: a preempted sequence is computed again.
+    #[default]
+    Off,
+    /// Blocks of preempted sequences.
+    OnPressure,
+    /// Those, and every prefix block that is evicted: a second level of the prefix cache.
+    Always,
+}
