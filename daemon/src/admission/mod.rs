@@ -1,0 +1,1 @@
+//! (laid out; its owner fills it)

@@ -1,0 +1,1 @@
+//! Builds everything, knows everyone, contains no logic.

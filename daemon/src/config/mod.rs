@@ -1,0 +1,201 @@
+//! The resolved configuration: plain values, checked, with no trace of where they came from.
+//!
+//! `settings` lists every setting once (key, flag, environment variable, default, what a change needs); `file` reads TOML
+//! with positions; `layers` chooses the winning origin of every setting; `resolve` checks all of them and builds the
+//! types below, reporting every error at once. `reload` compares two configurations.
+
+use ernie_proto::worker::{Dtype, Quantization};
+use std::fmt;
+use std::net::IpAddr;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// Everything the daemon was told.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Config {
+    pub server: ServerConfig,
+    pub model: ModelConfig,
+    pub engine: EngineConfig,
+    pub workers: WorkersConfig,
+    pub limits: LimitsConfig,
+    pub logging: LoggingConfig,
+    pub metrics: MetricsConfig,
+    pub admin: AdminConfig,
+    pub audit: AuditConfig,
+    pub paths: PathsConfig,
+}
+
+/// The HTTP side.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ServerConfig {
+    pub host: IpAddr,
+    /// 0: chosen by the system.
+    pub port: u16,
+    /// Serve the API on this Unix socket as well.
+    pub uds: Option<PathBuf>,
+    /// Plain keys of simple setups; real ones live in the store (`ernie-ctl key create`).
+    pub api_keys: Vec<Secret>,
+    pub error_style: ErrorStyle,
+    pub allowed_origins: Vec<String>,
+    pub max_body_bytes: u64,
+    /// How long `SIGTERM` lets requests run.
+    pub drain_timeout: Duration,
+    /// How long the listener still accepts after readiness was withdrawn.
+    pub lame_duck: Duration,
+    /// A request that takes longer is ended. `None`: no limit.
+    pub request_timeout: Option<Duration>,
+}
+
+/// Shape of error bodies, `vllm-compat` §5.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ErrorStyle {
+    /// `code` is the HTTP status as a number.
+    Vllm,
+    /// `code` is a word.
+    Openai,
+}
+
+/// Which model, and how it is loaded.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ModelConfig {
+    pub source: ModelSource,
+    /// The first is the name, the rest are aliases. Never empty.
+    pub served_names: Vec<String>,
+    /// Tokenizer folder when it is not the model's own.
+    pub tokenizer: Option<PathBuf>,
+    pub dtype: Dtype,
+    pub quantization: Quantization,
+    /// `None`: the checkpoint's own limit.
+    pub max_model_len: Option<u32>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum ModelSource {
+    Dir(PathBuf),
+    /// The embedded demo model, unpacked into the state directory.
+    Demo,
+}
+
+/// What travels to the workers in `Load`.
+#[derive(Debug, Clone, PartialEq)]
+pub struct EngineConfig {
+    pub max_num_seqs: u32,
+    pub max_num_batched_tokens: u32,
+    pub memory_fraction: f32,
+    pub kv_cache_bytes: Option<u64>,
+    pub swap_space_bytes: u64,
+    pub enable_prefix_caching: bool,
+    /// 0: one per core.
+    pub threads: u32,
+    pub pin_threads: bool,
+    pub seed: u64,
+}
+
+/// How workers are watched and restarted.
+#[derive(Debug, Clone, PartialEq)]
+pub struct WorkersConfig {
+    pub count: u32,
+    /// No progress for this long while there is work: the worker is stalled and replaced.
+    pub stall_timeout: Duration,
+    /// Loading without a byte of progress for this long is a failure.
+    pub load_timeout: Duration,
+    pub ping_interval: Duration,
+    pub restart_backoff: Duration,
+    pub restart_backoff_max: Duration,
+    /// That many deaths within `crash_loop_window` make a crash loop.
+    pub crash_loop_deaths: u32,
+    pub crash_loop_window: Duration,
+}
+
+/// Bounds of what is taken on.
+#[derive(Debug, Clone, PartialEq)]
+pub struct LimitsConfig {
+    /// Requests waiting for the engine; more are refused with 503.
+    pub max_queued_requests: u32,
+    /// Prompt tokens waiting; more are refused with 503.
+    pub max_queued_tokens: u64,
+    /// Choices per request.
+    pub max_choices: u32,
+    /// Alternatives per token.
+    pub max_logprobs: u32,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub struct LoggingConfig {
+    pub format: LogFormat,
+    /// An env-filter directive list, `info` or `info,ernied::supervisor=debug`.
+    pub level: String,
+    /// Log file beside standard output. `None`: standard output only.
+    pub file: Option<PathBuf>,
+    pub rotate_bytes: u64,
+    /// Old files kept.
+    pub rotate_keep: u32,
+    pub compress: bool,
+    /// One line per finished request.
+    pub requests: bool,
+    /// vLLM's line of averages every ten seconds.
+    pub stats: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum LogFormat {
+    Text,
+    Json,
+    Vllm,
+    Bracket,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub struct MetricsConfig {
+    /// Also export the names that only the owner's documents use (`vllm:request_success_count`).
+    pub legacy_names: bool,
+}
+
+/// The control side.
+#[derive(Debug, Clone, PartialEq)]
+pub struct AdminConfig {
+    pub socket: PathBuf,
+    /// 0o600 or 0o660.
+    pub mode: u32,
+    /// Who may change things besides root and the daemon's own user.
+    pub admin_uids: Vec<u32>,
+    /// Members of these groups may look and drain, not change configuration and keys.
+    pub operator_gids: Vec<u32>,
+    /// Members of these groups may look.
+    pub viewer_gids: Vec<u32>,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub struct AuditConfig {
+    pub retention: Option<Duration>,
+    pub max_bytes: Option<u64>,
+}
+
+#[derive(Debug, Clone, PartialEq)]
+pub struct PathsConfig {
+    /// Holds everything the daemon writes.
+    pub state_dir: PathBuf,
+    pub runtime_dir: PathBuf,
+    /// The file given with `--config`, re-read on reload.
+    pub config_file: Option<PathBuf>,
+}
+
+/// A text that is never printed.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Secret(String);
+
+impl Secret {
+    pub fn new(text: String) -> Self {
+        Self(text)
+    }
+
+    pub fn expose(&self) -> &str {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("(secret)")
+    }
+}
