@@ -1,1 +1,27 @@
-//! skeleton
+//! Compute kernels of ernied on plain slices: packed matrices, GEMMs, experts, attention and sampling, and the thread pool
+//! they run on.
+//!
+//! Everything here is batch-invariant: a row's result depends on that row, the weights and the instruction-set level, never
+//! on the number of rows, of threads, or on how work was cut. Nothing here knows models, files, processes or text. The hot
+//! path allocates nothing; `unsafe` stays inside the kernels and the few wrappers that hand them checked slices.
+
+pub mod act;
+pub mod gemm;
+pub mod isa;
+pub mod matrix;
+pub mod memory;
+pub mod moe;
+pub mod threads;
+
+mod epilogue;
+mod pack;
+mod reference;
+mod table;
+
+pub use act::{ActKind, Acts};
+pub use gemm::{Out, gemm};
+pub use isa::Isa;
+pub use matrix::{Arrange, Matrix, PackError, RowSource, WeightKind};
+pub use memory::AlignedBuf;
+pub use moe::{MoeScratch, Routing, moe};
+pub use threads::Pool;

@@ -1,0 +1,185 @@
+//! `out[row][n] = sum over k of acts[row][k] * w[n][k]`, with the packed weights of `matrix.rs`.
+//!
+//! Work is split over panels of weight columns, never over K, and rows are cut into even register tiles; neither changes a
+//! single bit of a row's result. A job walks blocks of rows that stay in L2, all its panels for each block, all tiles of
+//! the block for each panel: a panel comes from memory once and from L2 for the later tiles.
+
+use std::ops::Range;
+
+use crate::act::{ActKind, Acts, for_rows};
+use crate::epilogue::{ARGMAX_ROWS, Running, Sink};
+use crate::matrix::{Arrange, Matrix, WeightKind};
+use crate::table::{KernelTable, MAX_TILE_ROWS, PANEL, Tile, TileKernels};
+use crate::threads::{Pool, SharedMut};
+
+/// What becomes of the product.
+#[derive(Debug)]
+pub enum Out<'a> {
+    /// `[rows][n]`, overwritten.
+    Store(&'a mut [f32]),
+    /// `[rows][n]`, added to: the residual.
+    Add(&'a mut [f32]),
+    /// `silu(gate) * up`, n/2 wide, converted for the next GEMM. The matrix is arranged `GateUp`.
+    SiluMul {
+        /// Where the products go.
+        acts: &'a mut Acts,
+        /// What the next matrix wants.
+        kind: ActKind,
+    },
+    /// Per row the lowest id of the largest product, and its value; NaN when any product of the row is not finite.
+    ArgMax(&'a mut [(u32, f32)]),
+}
+
+/// Activation bytes of a row block: with a panel they should fit half of a small L2.
+const BLOCK_BYTES: usize = 256 << 10;
+/// Up to this many rows the next panel is prefetched; beyond, a panel's own tiles give the hardware time enough.
+const PREFETCH_ROWS: usize = 64;
+/// Multiplications below which waking a second thread costs more than it saves.
+const PARALLEL_PRODUCTS: usize = 64 * 1024;
+/// Jobs per thread: enough to even out, few enough to keep panels together.
+const JOBS_PER_THREAD: usize = 8;
+
+/// Multiplies. Panics when shapes or kinds do not fit: a mistake of the calling code, not of a request.
+pub fn gemm(pool: &Pool, acts: &Acts, w: &Matrix, out: Out<'_>) {
+    let rows = acts.rows();
+    check(acts, w);
+    match out {
+        Out::Store(out) => {
+            assert_eq!(out.len(), rows * w.n(), "the output holds rows x n values");
+            run(pool, acts, w, &Sink::Store { out: SharedMut::new(out), stride: w.n() });
+        }
+        Out::Add(out) => {
+            assert_eq!(out.len(), rows * w.n(), "the residual holds rows x n values");
+            run(pool, acts, w, &Sink::Add { out: SharedMut::new(out), stride: w.n() });
+        }
+        Out::SiluMul { acts: next, kind } => {
+            assert_eq!(w.arrange(), Arrange::GateUp, "a SiLU product needs gate and up interleaved");
+            assert_eq!(next.isa(), acts.isa(), "both activations are of one level");
+            let writer = next.begin(kind, rows, w.n() / 2);
+            run(pool, acts, w, &Sink::Silu { writer });
+            if !writer.piecewise() {
+                for_rows(pool, rows, w.n() / 2, &|row| {
+                    // SAFETY: one job per row; the GEMM that filled the staging rows is over.
+                    unsafe { writer.write(row, writer.staging_row(row)) }
+                });
+            }
+        }
+        Out::ArgMax(best) => {
+            assert_eq!(best.len(), rows, "one maximum per row");
+            assert_eq!(w.arrange(), Arrange::Concat, "an argmax over interleaved columns has no meaning");
+            run(pool, acts, w, &Sink::argmax(best));
+        }
+    }
+}
+
+/// Checks what the tile kernels rely on.
+pub(crate) fn check(acts: &Acts, w: &Matrix) {
+    assert_eq!(acts.k(), w.k(), "activations and weights have the same K");
+    assert_eq!(acts.kind(), w.act_kind(), "activations were converted to the kind that the matrix wants");
+}
+
+fn run(pool: &Pool, acts: &Acts, w: &Matrix, sink: &Sink<'_>) {
+    let rows = acts.rows();
+    if rows == 0 {
+        return;
+    }
+    let per_job = panels_per_job(pool, rows, w.panels(), w.k());
+    pool.run(w.panels().div_ceil(per_job), &|job, _| {
+        let panels = job * per_job..((job + 1) * per_job).min(w.panels());
+        // SAFETY: `check` passed, the sink has room for all rows and columns, and jobs have disjoint panels.
+        unsafe { run_panels(acts, 0..rows, w, panels, sink) }
+    });
+}
+
+/// Panels that one job takes, given how many there are and how much work each is.
+pub(crate) fn panels_per_job(pool: &Pool, rows: usize, panels: usize, k: usize) -> usize {
+    if rows * panels * PANEL * k < PARALLEL_PRODUCTS {
+        return panels.max(1);
+    }
+    let threads = pool.threads();
+    let even = panels.div_ceil(threads * JOBS_PER_THREAD).max(1);
+    // One panel a job only where there are too few for two each.
+    if panels >= 4 * threads { even.max(2) } else { even }
+}
+
+/// The kernels for this pair of activations and weights.
+fn kernels<'t>(table: &'t KernelTable, w: &Matrix) -> &'t TileKernels {
+    match (w.kind(), w.act_kind()) {
+        (WeightKind::F32, _) => &table.f32,
+        (WeightKind::Bf16, _) => &table.bf16,
+        (WeightKind::Int8, ActKind::I8) => &table.i8_row,
+        (WeightKind::Int8 | WeightKind::Int8Group { .. }, _) => &table.i8_group,
+        (WeightKind::Int4 { .. }, _) => &table.i4,
+    }
+}
+
+#[repr(align(64))]
+struct TileBuf([[f32; PANEL]; MAX_TILE_ROWS]);
+
+/// Computes `rows` (positions in `acts` and in the sink) against `panels`.
+///
+/// # Safety
+/// `check` passed for the pair; rows and panels exist; the sink has room for them and nobody else writes there.
+pub(crate) unsafe fn run_panels(acts: &Acts, rows: Range<usize>, w: &Matrix, panels: Range<usize>, sink: &Sink<'_>) {
+    let table = acts.table();
+    let kernels = kernels(table, w);
+    let view = acts.view();
+    let tile_rows_max = kernels.by_rows.len();
+    let block_rows = (BLOCK_BYTES / view.stride / tile_rows_max).max(1) * tile_rows_max;
+    let block_rows = block_rows.min(ARGMAX_ROWS / tile_rows_max * tile_rows_max);
+    let mut buf = TileBuf([[0.0; PANEL]; MAX_TILE_ROWS]);
+    let mut running = Running::new();
+    let mut block_start = rows.start;
+    while block_start < rows.end {
+        let block = block_rows_of(rows.end - block_start, block_rows);
+        let tiles = if block >= kernels.split_from { 2 } else { 1 }.max(block.div_ceil(tile_rows_max));
+        let pace = tiles >= 2 && rows.len() <= PREFETCH_ROWS;
+        for panel in panels.clone() {
+            let weights = w.panel(panel);
+            let next = if pace && panel + 1 < panels.end { w.panel(panel + 1).data } else { &[] };
+            let share = next.len().div_ceil(tiles).next_multiple_of(64);
+            let mut row = block_start;
+            for tile in 0..tiles {
+                let count = block / tiles + usize::from(tile < block % tiles);
+                let prefetch = &next[(tile * share).min(next.len())..((tile + 1) * share).min(next.len())];
+                let args = Tile {
+                    a: view.data[row * view.stride..].as_ptr(),
+                    a_stride: view.stride,
+                    a_wide: view.wide,
+                    k: w.k(),
+                    panel: weights.data.as_ptr(),
+                    column_scales: weights.column_scales.as_ptr(),
+                    group_scales: weights.group_scales.map_or(std::ptr::null(), <[u16]>::as_ptr),
+                    group_zeros: weights.group_zeros.map_or(std::ptr::null(), <[u16]>::as_ptr),
+                    group: w.group(),
+                    act_scales: view.scales[row * view.scale_stride..].as_ptr(),
+                    act_scale_stride: view.scale_stride,
+                    act_group: view.scale_group,
+                    act_sums: view.sums[row * view.sum_stride..].as_ptr(),
+                    act_sum_stride: view.sum_stride,
+                    unit: w.unit(),
+                    out: buf.0.as_mut_ptr().cast(),
+                    prefetch: prefetch.as_ptr(),
+                    prefetch_bytes: prefetch.len(),
+                };
+                // SAFETY: the level is available (the acts were made for it), the views above hold `count` rows from `row`
+                // on and one whole panel, and the buffer holds the largest tile.
+                unsafe {
+                    kernels.by_rows[count - 1](&args);
+                    sink.take(table, w, panel, row, &buf.0[..count], &mut running, block_start);
+                }
+                row += count;
+            }
+        }
+        if let Sink::ArgMax { .. } = sink {
+            sink.merge(block_start, block, &running);
+            running = Running::new();
+        }
+        block_start += block;
+    }
+}
+
+/// Rows of the next block: all that are left when they nearly fit, else an even share.
+fn block_rows_of(left: usize, max: usize) -> usize {
+    left.div_ceil(left.div_ceil(max))
+}

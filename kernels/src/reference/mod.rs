@@ -1,0 +1,31 @@
+//! The portable level: plain loops that define what every other level computes.
+//!
+//! Integer kinds and f32 agree bit for bit with the vector levels (same order of sums, same fused steps); bf16 does too on
+//! levels that widen it to f32.
+
+pub(crate) mod matmul;
+pub(crate) mod moe;
+pub(crate) mod quant;
+pub(crate) mod rows;
+
+use crate::isa::Isa;
+use crate::table::{Form, KernelTable, RowKernels};
+
+pub(crate) static TABLE: KernelTable = KernelTable {
+    isa: Isa::Scalar,
+    bf16_form: Form::F32,
+    i8_form: Form::I8,
+    f32: matmul::F32,
+    bf16: matmul::BF16,
+    i8_row: matmul::I8,
+    i8_group: matmul::I8,
+    i4: matmul::I4,
+    rows: RowKernels {
+        rmsnorm: rows::rmsnorm,
+        to_bf16: rows::to_bf16,
+        to_i8: rows::to_i8,
+        silu_mul: rows::silu_mul,
+        row_max: rows::row_max,
+        add_scaled: rows::add_scaled,
+    },
+};

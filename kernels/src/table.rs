@@ -1,0 +1,123 @@
+//! One table of kernels per instruction-set level, and the arguments that every GEMM kernel takes.
+//!
+//! A kernel computes one register tile: a few activation rows against one panel of `PANEL` weight columns over the whole
+//! of K, into a small buffer. What happens to the tile (store, add, SiLU, argmax) is `epilogue.rs`; who computes which
+//! tile is `gemm.rs`. Kernels of the same level differ in MR only, never in the order of a sum.
+
+use crate::isa::Isa;
+
+/// Weight columns (rows of W, outputs) of one packed panel.
+pub(crate) const PANEL: usize = 32;
+/// Columns that one SiLU segment holds: a panel of a gate/up matrix is 16 gate columns, then their 16 up columns.
+pub(crate) const SEGMENT: usize = 16;
+/// Rows of the largest register tile of any level.
+pub(crate) const MAX_TILE_ROWS: usize = 14;
+/// Granularity of the activation sums: weight groups are multiples of it.
+pub(crate) const SUM_BLOCK: usize = 32;
+
+/// How activation rows lie in memory. Which form an `ActKind` takes depends on the level.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Form {
+    F32,
+    Bf16,
+    I8,
+    /// `I8` followed by the same values as i16, per four values in the order 0, 2, 1, 3: what `vpmaddwd` wants.
+    I8I16,
+}
+
+/// Arguments of a tile kernel. Pointers are valid for what the fields say; `gemm.rs` derives them from checked slices.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Tile {
+    /// First activation row of the tile; following rows every `a_stride` bytes.
+    pub(crate) a: *const u8,
+    pub(crate) a_stride: usize,
+    /// Offset of the i16 copy inside a row of form `I8I16`.
+    pub(crate) a_wide: usize,
+    pub(crate) k: usize,
+    pub(crate) panel: *const u8,
+    /// Per-column f32 scales of the panel (`Int8`).
+    pub(crate) column_scales: *const f32,
+    /// f16 scales `[group][PANEL]` of the panel (grouped kinds).
+    pub(crate) group_scales: *const u16,
+    /// f16 scale * zero point `[group][PANEL]`, or null.
+    pub(crate) group_zeros: *const u16,
+    /// Weight group length along K (K itself for a scale per column).
+    pub(crate) group: usize,
+    /// Scales of the tile's first row; following rows every `act_scale_stride`. One, or one per `act_group` of K.
+    pub(crate) act_scales: *const f32,
+    pub(crate) act_scale_stride: usize,
+    pub(crate) act_group: usize,
+    /// Running sums of the quantised row, one per `SUM_BLOCK`, beginning with 0.
+    pub(crate) act_sums: *const i32,
+    pub(crate) act_sum_stride: usize,
+    /// Power of two that the group scales were divided by.
+    pub(crate) unit: f32,
+    /// `[rows][PANEL]`, 64-byte aligned.
+    pub(crate) out: *mut f32,
+    /// Bytes to bring into L2 while computing, at an even pace: this tile's share of the next panel.
+    pub(crate) prefetch: *const u8,
+    pub(crate) prefetch_bytes: usize,
+}
+
+/// Computes one tile.
+///
+/// # Safety
+/// The CPU has the level's instructions and every pointer of the tile is valid as its field says.
+pub(crate) type TileFn = unsafe fn(&Tile);
+
+/// Kernels of one weight kind: `by_rows[mr - 1]` computes a tile of `mr` rows.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct TileKernels {
+    pub(crate) by_rows: &'static [TileFn],
+    /// Use two tiles rather than one from this many rows on, so that the next panel can be fetched during the second.
+    pub(crate) split_from: usize,
+}
+
+/// Row operations of `act.rs` and the epilogues.
+///
+/// # Safety (of all function pointers)
+/// The CPU has the level's instructions; slices are what the wrappers in `act.rs` and `epilogue.rs` checked.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct RowKernels {
+    /// `out[i] = src[i] * rsqrt(mean(src^2) + eps) * weight[i]`.
+    pub(crate) rmsnorm: unsafe fn(src: &[f32], weight: &[f32], eps: f32, out: &mut [f32]),
+    /// Rounds to bf16, to nearest even.
+    pub(crate) to_bf16: unsafe fn(src: &[f32], out: &mut [u16]),
+    /// Quantises one row in groups of `group`: codes, optional i16 copy, one scale per group, running sums.
+    pub(crate) to_i8:
+        unsafe fn(src: &[f32], group: usize, codes: &mut [i8], wide: &mut [i16], scales: &mut [f32], sums: &mut [i32]),
+    /// `out[i] = silu(gate[i]) * up[i]` for one segment.
+    pub(crate) silu_mul: unsafe fn(gate: &[f32; SEGMENT], up: &[f32; SEGMENT], out: &mut [f32; SEGMENT]),
+    /// Maximum of one tile row, ignoring NaN, and whether all values are finite.
+    pub(crate) row_max: unsafe fn(row: &[f32; PANEL]) -> (f32, bool),
+    /// `x += weight * y`.
+    pub(crate) add_scaled: unsafe fn(x: &mut [f32], weight: f32, y: &[f32]),
+}
+
+/// Everything one level computes with.
+#[derive(Debug)]
+pub(crate) struct KernelTable {
+    pub(crate) isa: Isa,
+    /// Form of activations that meet bf16 weights: bf16 where the level multiplies bf16, else f32 (no rounding).
+    pub(crate) bf16_form: Form,
+    pub(crate) i8_form: Form,
+    pub(crate) f32: TileKernels,
+    pub(crate) bf16: TileKernels,
+    /// 8-bit weights, one scale per column, one per activation row.
+    pub(crate) i8_row: TileKernels,
+    /// 8-bit weights with groups on either side.
+    pub(crate) i8_group: TileKernels,
+    /// 4-bit weights (always grouped).
+    pub(crate) i4: TileKernels,
+    pub(crate) rows: RowKernels,
+}
+
+impl KernelTable {
+    /// The level's kernels. A level that this CPU lacks has none: callers check `Isa::available`.
+    pub(crate) fn of(isa: Isa) -> &'static KernelTable {
+        assert!(isa.available(), "this CPU lacks the instructions of level {isa}");
+        match isa {
+            _ => &crate::reference::TABLE,
+        }
+    }
+}
