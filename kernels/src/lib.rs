@@ -25,3 +25,6 @@ pub use matrix::{Arrange, Matrix, PackError, RowSource, WeightKind};
 pub use memory::AlignedBuf;
 pub use moe::{MoeScratch, Routing, moe};
 pub use threads::Pool;
+
+#[cfg(test)]
+mod tests;

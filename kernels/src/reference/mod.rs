@@ -4,7 +4,6 @@
 //! levels that widen it to f32.
 
 pub(crate) mod matmul;
-pub(crate) mod moe;
 pub(crate) mod quant;
 pub(crate) mod rows;
 

@@ -1,1 +1,0 @@
-//! A mixture layer in f64 over dequantised weights: what `moe` must come close to.
