@@ -16,7 +16,11 @@ pub mod threads;
 mod epilogue;
 mod pack;
 mod reference;
+mod simd;
 mod table;
+mod tiles;
+#[cfg(target_arch = "x86_64")]
+mod x86_64;
 
 pub use act::{ActKind, Acts};
 pub use gemm::{Out, gemm};

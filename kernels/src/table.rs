@@ -117,6 +117,10 @@ impl KernelTable {
     pub(crate) fn of(isa: Isa) -> &'static KernelTable {
         assert!(isa.available(), "this CPU lacks the instructions of level {isa}");
         match isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => &crate::x86_64::avx2::AVX2,
+            #[cfg(target_arch = "x86_64")]
+            Isa::AvxVnni => &crate::x86_64::avx2::AVX_VNNI,
             _ => &crate::reference::TABLE,
         }
     }

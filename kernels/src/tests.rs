@@ -206,13 +206,19 @@ fn the_other_outputs_equal_storing_first() {
                 let stored = store(&pool, &acts, &w);
                 let products: Vec<f32> = stored
                     .chunks_exact(2 * half)
-                    .flat_map(|row| (0..half).map(|i| reference::rows::silu(row[i]) * row[half + i]).collect::<Vec<_>>())
+                    .flat_map(|row| {
+                        (0..half).map(|i| reference::rows::silu(row[i]) * row[half + i]).collect::<Vec<_>>()
+                    })
                     .collect();
                 for next in [ActKind::F32, ActKind::Bf16, ActKind::I8, ActKind::I8Group128] {
                     let (mut fused, mut plain) = (Acts::with_isa(isa, rows, half), Acts::with_isa(isa, rows, half));
                     gemm(&pool, &acts, &w, Out::SiluMul { acts: &mut fused, kind: next });
                     plain.convert(&pool, next, rows, half, &products);
-                    assert_bits(&fused.dequantized(), &plain.dequantized(), &format!("{isa} {kind:?} silu to {next:?}"));
+                    assert_bits(
+                        &fused.dequantized(),
+                        &plain.dequantized(),
+                        &format!("{isa} {kind:?} silu to {next:?}"),
+                    );
                 }
             }
         }

@@ -8,6 +8,7 @@ use crate::table::{PANEL, SEGMENT, SUM_BLOCK};
 const LANES: usize = 16;
 
 /// Sums `LANES` partial sums pairwise: lane i with lane i + 8, then 4, 2, 1.
+#[inline(always)]
 pub(crate) fn reduce_lanes(mut lanes: [f32; LANES]) -> f32 {
     let mut half = LANES / 2;
     while half > 0 {
@@ -19,6 +20,7 @@ pub(crate) fn reduce_lanes(mut lanes: [f32; LANES]) -> f32 {
     lanes[0]
 }
 
+#[inline(always)]
 pub(crate) fn rmsnorm(src: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     let mut lanes = [0f32; LANES];
     let chunks = src.chunks_exact(LANES);
@@ -42,6 +44,7 @@ pub(crate) fn norm_scale(sum: f32, count: usize, eps: f32) -> f32 {
     1.0 / (sum / count as f32 + eps).sqrt()
 }
 
+#[inline(always)]
 pub(crate) fn to_bf16(src: &[f32], out: &mut [u16]) {
     for (out, &value) in out.iter_mut().zip(src) {
         *out = bf16::from_f32(value).to_bits();
@@ -64,6 +67,7 @@ pub(crate) fn act_scale(max_bits: u32) -> (f32, f32) {
     if max < SMALLEST_MAXIMUM { (0.0, 0.0) } else { (max / 127.0, 127.0 / max) }
 }
 
+#[inline(always)]
 pub(crate) fn to_i8(
     src: &[f32],
     group: usize,
@@ -76,9 +80,13 @@ pub(crate) fn to_i8(
         let max_bits = src.iter().fold(0u32, |max, value| max.max(value.to_bits() & ABS_MASK));
         let factor;
         (*scale, factor) = act_scale(max_bits);
+        if factor == 0.0 {
+            codes.fill(0);
+            continue;
+        }
         for (code, &value) in codes.iter_mut().zip(src) {
-            // A factor of 0 with an infinite or NaN value gives NaN, which casts to 0.
-            *code = (value * factor).round_ties_even() as i8;
+            // Rounds to the nearest integer, ties to even, and leaves it in the low bits.
+            *code = (value * factor + exp_constants::ROUND).to_bits() as i8;
         }
     }
     finish_i8(codes, wide, sums);
@@ -143,6 +151,7 @@ pub(crate) fn silu(x: f32) -> f32 {
     x / (1.0 + exp(-x))
 }
 
+#[inline(always)]
 pub(crate) fn silu_mul(gate: &[f32; SEGMENT], up: &[f32; SEGMENT], out: &mut [f32; SEGMENT]) {
     for i in 0..SEGMENT {
         out[i] = silu(gate[i]) * up[i];
@@ -160,6 +169,7 @@ pub(crate) fn row_max(row: &[f32; PANEL]) -> (f32, bool) {
     (max, bits < INFINITY_BITS)
 }
 
+#[inline(always)]
 pub(crate) fn add_scaled(x: &mut [f32], weight: f32, y: &[f32]) {
     for (x, &y) in x.iter_mut().zip(y) {
         *x = weight.mul_add(y, *x);

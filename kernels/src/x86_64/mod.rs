@@ -1,0 +1,3 @@
+//! Kernels for x86-64: what each level adds to the shared tile kernels.
+
+pub(crate) mod avx2;
