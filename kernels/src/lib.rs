@@ -6,16 +6,22 @@
 //! path allocates nothing; `unsafe` stays inside the kernels and the few wrappers that hand them checked slices.
 
 pub mod act;
+pub mod attention;
 pub mod gemm;
 pub mod isa;
+pub mod kv;
 pub mod matrix;
 pub mod memory;
 pub mod moe;
+pub mod ops;
+pub mod sample;
 pub mod threads;
 
 mod epilogue;
 mod pack;
 mod reference;
+mod rope;
+mod scan;
 mod simd;
 mod table;
 mod tiles;
@@ -23,8 +29,10 @@ mod tiles;
 mod x86_64;
 
 pub use act::{ActKind, Acts};
+pub use attention::{AttentionScratch, RopeTable, Span, attention, rope_append};
 pub use gemm::{Out, gemm};
 pub use isa::Isa;
+pub use kv::{KvCache, KvKind};
 pub use matrix::{Arrange, Matrix, PackError, RowSource, WeightKind};
 pub use memory::AlignedBuf;
 pub use moe::{MoeScratch, Routing, moe};

@@ -3,9 +3,11 @@
 //! Integer kinds and f32 agree bit for bit with the vector levels (same order of sums, same fused steps); bf16 does too on
 //! levels that widen it to f32.
 
+pub(crate) mod attention;
 pub(crate) mod matmul;
 pub(crate) mod quant;
 pub(crate) mod rows;
+pub(crate) mod scan;
 
 use crate::isa::Isa;
 use crate::table::{Form, KernelTable, RowKernels};
