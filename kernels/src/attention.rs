@@ -8,6 +8,7 @@
 //! nothing else: not on the batch, the chunking of its prefill, the block numbers or the threads.
 
 pub(crate) mod kernels;
+pub(crate) mod vector;
 
 use crate::isa::Isa;
 use crate::kv::{BLOCK_TOKENS, KvCache, Lane};

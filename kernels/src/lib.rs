@@ -18,6 +18,7 @@ pub mod sample;
 pub mod threads;
 
 mod epilogue;
+mod lanes;
 mod pack;
 mod reference;
 mod rope;

@@ -21,9 +21,6 @@ pub(crate) static BF16: AttentionKernels = AttentionKernels {
     append_block: append_block_bf16,
 };
 
-/// Coefficients of `x^1 .. x^5` of a polynomial for `2^x` on [-0.5, 0.5] whose constant term is 1: relative error 1.1e-7.
-pub(crate) const EXP2: [f32; 5] = [0.693_147, 0.240_222_42, 0.055_507_336, 0.009_671_513, 0.001_326_472_7];
-
 fn widen(bits: u16) -> f32 {
     f32::from_bits(u32::from(bits) << 16)
 }

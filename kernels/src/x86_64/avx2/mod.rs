@@ -3,7 +3,9 @@
 //! AVX2 has no exact byte dot product. 8-bit codes are widened to 16 bits and multiplied in pairs (`vpmaddwd` can not
 //! overflow there); 4-bit codes are small enough that eight byte products fit into 16 bits.
 
+pub(crate) mod attention;
 mod integer;
+mod lanes;
 mod simd;
 
 use crate::isa::Isa;

@@ -1,0 +1,471 @@
+//! The attention kernels, written once for all vector levels.
+//!
+//! A register tile is `MR` rows times `NV` vectors: 16 keys (scores) or 16 columns of V (values) are one 64-byte *line*, which is
+//! `16 / LANES` vectors. Every element is one chain of fused multiply-adds (or dot products) in ascending order of d or of
+//! keys, whatever the tile.
+
+use super::kernels::{Blocks, CHUNK, NO_SCORE, SoftmaxRows};
+use crate::kv::BLOCK_TOKENS;
+use crate::lanes::Lanes;
+use crate::simd::{Bf16Dot, Simd};
+
+/// Bytes of 16 f32 or 16 pairs of bf16.
+const LINE: usize = 64;
+
+/// How one line of K or V meets its operand.
+pub(crate) trait Product<S: Simd> {
+    /// Bytes of q or P that one line takes.
+    const OPERAND: usize;
+    /// Elements of one d (or key) that one line holds: 1, or 2 for pairs.
+    const DEPTH: usize;
+
+    /// Adds one line.
+    ///
+    /// # Safety
+    /// `a` has MR rows of `OPERAND` bytes, `stride` apart; each of `b` is one vector.
+    unsafe fn add<const MR: usize, const NV: usize>(
+        tile: &mut [[S::F; NV]; MR],
+        a: *const u8,
+        stride: usize,
+        b: [*const u8; NV],
+    );
+}
+
+/// f32 times f32.
+pub(crate) struct Float;
+
+impl<S: Simd> Product<S> for Float {
+    const OPERAND: usize = 4;
+    const DEPTH: usize = 1;
+
+    #[inline(always)]
+    unsafe fn add<const MR: usize, const NV: usize>(
+        tile: &mut [[S::F; NV]; MR],
+        a: *const u8,
+        stride: usize,
+        b: [*const u8; NV],
+    ) {
+        // SAFETY: the caller's contract.
+        unsafe {
+            let mut w = [S::zero(); NV];
+            for v in 0..NV {
+                w[v] = S::load(b[v].cast());
+            }
+            for r in 0..MR {
+                let x = S::splat(*a.add(r * stride).cast::<f32>());
+                for v in 0..NV {
+                    tile[r][v] = S::fma(x, w[v], tile[r][v]);
+                }
+            }
+        }
+    }
+}
+
+/// f32 times bf16, widened in registers.
+pub(crate) struct Widened;
+
+impl<S: Simd> Product<S> for Widened {
+    const OPERAND: usize = 8;
+    const DEPTH: usize = 2;
+
+    #[inline(always)]
+    unsafe fn add<const MR: usize, const NV: usize>(
+        tile: &mut [[S::F; NV]; MR],
+        a: *const u8,
+        stride: usize,
+        b: [*const u8; NV],
+    ) {
+        // SAFETY: the caller's contract.
+        unsafe {
+            for half in 0..2 {
+                let mut w = [S::zero(); NV];
+                for v in 0..NV {
+                    let pairs = S::load_i(b[v]);
+                    w[v] = if half == 0 { S::bf16_low(pairs) } else { S::bf16_high(pairs) };
+                }
+                for r in 0..MR {
+                    let x = S::splat(*a.add(r * stride + 4 * half).cast::<f32>());
+                    for v in 0..NV {
+                        tile[r][v] = S::fma(x, w[v], tile[r][v]);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// bf16 times bf16.
+pub(crate) struct Dotted;
+
+impl<S: Bf16Dot> Product<S> for Dotted {
+    const OPERAND: usize = 4;
+    const DEPTH: usize = 2;
+
+    #[inline(always)]
+    unsafe fn add<const MR: usize, const NV: usize>(
+        tile: &mut [[S::F; NV]; MR],
+        a: *const u8,
+        stride: usize,
+        b: [*const u8; NV],
+    ) {
+        // SAFETY: the caller's contract.
+        unsafe {
+            let mut w = [S::splat_i(0); NV];
+            for v in 0..NV {
+                w[v] = S::load_i(b[v]);
+            }
+            for r in 0..MR {
+                let x = S::splat_i(*a.add(r * stride).cast::<i32>());
+                for v in 0..NV {
+                    tile[r][v] = S::dot_bf16(tile[r][v], w[v], x);
+                }
+            }
+        }
+    }
+}
+
+/// Arguments of a scores tile.
+#[derive(Debug)]
+pub(crate) struct ScoresTile {
+    q: *const u8,
+    head_dim: usize,
+    /// K blocks of the tile's lines, and what to fetch meanwhile.
+    keys: *const *const u8,
+    ahead: *const *const u8,
+    s: *mut f32,
+}
+
+/// Arguments of a values tile.
+#[derive(Debug)]
+pub(crate) struct ValuesTile {
+    p: *const u8,
+    blocks: *const Blocks,
+    /// Byte offset of the tile's columns in a line of V.
+    at: usize,
+    fetch: bool,
+    correction: *const f32,
+    o: *mut f32,
+}
+
+/// A tile of a fixed number of rows and lines.
+pub(crate) type TileFn<T> = unsafe fn(&T);
+
+/// A level's register tiles.
+#[derive(Debug)]
+pub(crate) struct Tiles<T: 'static> {
+    /// For 1, 2, ... rows: lines that the wide tile takes at once, and it. Shares of one walk differ by a row, so all counts
+    /// above half of the table must have one width.
+    pub(crate) wide: &'static [(usize, TileFn<T>)],
+    /// For 1, 2, ... rows: the tile of one line.
+    pub(crate) single: &'static [TileFn<T>],
+}
+
+impl<T> Tiles<T> {
+    /// Calls `f(line, rows, kernel)` for tiles that cover `rows` rows and `lines` lines, lines outermost: a line that was
+    /// brought for the first rows is still near for the others. Rows are shared evenly: 8 are two of 4, not 6 and 2.
+    #[inline(always)]
+    fn walk(&self, rows: usize, lines: usize, mut f: impl FnMut(usize, std::ops::Range<usize>, TileFn<T>)) {
+        let tiles = rows.div_ceil(self.single.len());
+        let width = self.wide[rows.div_ceil(tiles) - 1].0;
+        let mut line = 0;
+        while line < lines {
+            let whole = width > 1 && line + width <= lines;
+            for tile in 0..tiles {
+                let share = tile * rows / tiles..(tile + 1) * rows / tiles;
+                let index = share.len() - 1;
+                f(line, share, if whole { self.wide[index].1 } else { self.single[index] });
+            }
+            line += if whole { width } else { 1 };
+        }
+    }
+}
+
+/// What a level brings for one KV kind.
+pub(crate) trait Level {
+    /// Bytes of an element of q and P.
+    const OPERAND: usize;
+    const SCORES: Tiles<ScoresTile>;
+    const VALUES: Tiles<ValuesTile>;
+}
+
+/// [`AttentionKernels::scores`](super::kernels::AttentionKernels::scores).
+///
+/// # Safety
+/// As there.
+pub(crate) unsafe fn scores<L: Level>(rows: usize, q: *const u8, blocks: &Blocks, s: *mut f32) {
+    let head_dim = blocks.head_dim;
+    L::SCORES.walk(rows, blocks.count, |block, rows, kernel| {
+        // SAFETY: the rows lie in q and s, the tile's blocks below `count`.
+        unsafe {
+            let keys = blocks.at.as_ptr().add(block);
+            // The first rows' pace is the pace at which the next data is fetched; later rows "fetch" what they read.
+            let ahead =
+                if rows.start == 0 && !blocks.ahead[block].is_null() { blocks.ahead.as_ptr().add(block) } else { keys };
+            let q = q.add(rows.start * head_dim * L::OPERAND);
+            let s = s.add(rows.start * CHUNK + block * BLOCK_TOKENS);
+            kernel(&ScoresTile { q, head_dim, keys, ahead, s });
+        }
+    });
+}
+
+/// [`AttentionKernels::values`](super::kernels::AttentionKernels::values).
+///
+/// # Safety
+/// As there.
+pub(crate) unsafe fn values<L: Level>(rows: usize, p: *const u8, blocks: &Blocks, correction: *const f32, o: *mut f32) {
+    let head_dim = blocks.head_dim;
+    L::VALUES.walk(rows, head_dim / 16, |line, rows, kernel| {
+        // SAFETY: the rows lie in p, o and the corrections, the columns below head_dim.
+        unsafe {
+            let p = p.add(rows.start * CHUNK * L::OPERAND);
+            let o = o.add(rows.start * head_dim + 16 * line);
+            let correction = correction.add(rows.start);
+            kernel(&ValuesTile { p, blocks, at: line * LINE, fetch: rows.start == 0, correction, o });
+        }
+    });
+}
+
+/// Scores of MR rows and `NV * LANES` keys.
+///
+/// # Safety
+/// As [`scores`], inside a function with the level's features.
+#[inline(always)]
+pub(crate) unsafe fn scores_tile<S: Lanes, P: Product<S>, const MR: usize, const NV: usize>(t: &ScoresTile) {
+    let per_line = 16 / S::LANES;
+    // SAFETY: MR rows of q and s, NV / per_line blocks.
+    unsafe {
+        let mut lines = [std::ptr::null::<u8>(); NV];
+        for v in 0..NV {
+            lines[v] = (*t.keys.add(v / per_line)).add(v % per_line * S::LANES * 4);
+        }
+        let mut tile = [[S::zero(); NV]; MR];
+        let stride = t.head_dim * P::OPERAND / P::DEPTH;
+        for step in 0..t.head_dim / P::DEPTH {
+            let mut b = lines;
+            for v in 0..NV {
+                b[v] = lines[v].add(step * LINE);
+            }
+            for line in 0..NV / per_line {
+                S::prefetch((*t.ahead.add(line)).wrapping_add(step * LINE));
+            }
+            P::add::<MR, NV>(&mut tile, t.q.add(step * P::OPERAND), stride, b);
+        }
+        for r in 0..MR {
+            for v in 0..NV {
+                S::store(t.s.add(r * CHUNK + v * S::LANES), tile[r][v]);
+            }
+        }
+    }
+}
+
+/// Adds a chunk's values to MR rows and `NV * LANES` columns.
+///
+/// # Safety
+/// As [`values`], inside a function with the level's features.
+#[inline(always)]
+pub(crate) unsafe fn values_tile<S: Lanes, P: Product<S>, const MR: usize, const NV: usize>(t: &ValuesTile) {
+    let per_line = 16 / S::LANES;
+    // SAFETY: the blocks outlive the call.
+    let blocks = unsafe { &*t.blocks };
+    let head_dim = blocks.head_dim;
+    let stride = CHUNK * P::OPERAND / P::DEPTH;
+    // SAFETY: MR rows of p, o and the corrections; `count` blocks of 16 / DEPTH lines of head_dim (pairs of) elements.
+    unsafe {
+        let mut tile = [[S::zero(); NV]; MR];
+        for r in 0..MR {
+            let correction = S::splat(*t.correction.add(r));
+            for v in 0..NV {
+                tile[r][v] = S::mul(S::load(t.o.add(r * head_dim + v * S::LANES)), correction);
+            }
+        }
+        let mut p = t.p;
+        for block in 0..blocks.count {
+            let from = blocks.at[block].add(t.at);
+            let ahead = blocks.ahead[block];
+            let ahead = if t.fetch && !ahead.is_null() { ahead.wrapping_add(t.at) } else { from };
+            for step in 0..BLOCK_TOKENS / P::DEPTH {
+                let at = step * head_dim * 4;
+                let mut b = [from; NV];
+                for v in 0..NV {
+                    b[v] = from.add(at + v * S::LANES * 4);
+                }
+                for line in 0..NV / per_line {
+                    S::prefetch(ahead.wrapping_add(at + line * LINE));
+                }
+                P::add::<MR, NV>(&mut tile, p, stride, b);
+                p = p.add(P::OPERAND);
+            }
+        }
+        for r in 0..MR {
+            for v in 0..NV {
+                S::store(t.o.add(r * head_dim + v * S::LANES), tile[r][v]);
+            }
+        }
+    }
+}
+
+/// [`AttentionKernels::softmax`](super::kernels::AttentionKernels::softmax); P is f32, or bf16 with `BF16`.
+///
+/// # Safety
+/// As there, inside a function with the level's features.
+#[inline(always)]
+pub(crate) unsafe fn softmax<S: Lanes, const BF16: bool>(
+    rows: usize,
+    blocks: usize,
+    s: *const f32,
+    p: *mut u8,
+    state: &SoftmaxRows,
+) {
+    for row in 0..rows {
+        // SAFETY: the arrays have `rows` entries, rows of s and p hold CHUNK values.
+        unsafe {
+            let s = s.add(row * CHUNK);
+            let p = p.add(row * CHUNK * if BF16 { 2 } else { 4 });
+            let valid = *state.valid.add(row) as usize;
+            let nothing = S::splat(NO_SCORE);
+            let full = valid / S::LANES;
+            let mut maxima = [nothing; 2];
+            for v in 0..full {
+                maxima[v % 2] = S::max(S::load(s.add(v * S::LANES)), maxima[v % 2]);
+            }
+            if full * S::LANES < valid {
+                let last = S::first(valid % S::LANES, S::load(s.add(full * S::LANES)), nothing);
+                maxima[0] = S::max(last, maxima[0]);
+            }
+            let before = *state.max.add(row);
+            let found = S::reduce_max(S::max(maxima[0], maxima[1]));
+            let max = if found > before { found } else { before };
+            let m = S::splat(max);
+            let mut sums = [S::zero(); 2];
+            let vectors = blocks * BLOCK_TOKENS / S::LANES;
+            for v in 0..vectors {
+                let x = if v < full {
+                    S::exp2(S::sub(S::load(s.add(v * S::LANES)), m))
+                } else if v * S::LANES < valid {
+                    let x = S::exp2(S::sub(S::load(s.add(v * S::LANES)), m));
+                    S::first(valid % S::LANES, x, S::zero())
+                } else {
+                    S::zero()
+                };
+                if BF16 {
+                    S::store_bf16(p.cast::<u16>().add(v * S::LANES), x);
+                } else {
+                    S::store(p.cast::<f32>().add(v * S::LANES), x);
+                }
+                sums[v % 2] = S::add(sums[v % 2], x);
+            }
+            let mut correction = [0f32; 16];
+            S::store(correction.as_mut_ptr(), S::exp2(S::splat(before - max)));
+            let correction = correction[0];
+            *state.max.add(row) = max;
+            *state.correction.add(row) = correction;
+            *state.sum.add(row) = *state.sum.add(row) * correction + S::reduce_add(S::add(sums[0], sums[1]));
+        }
+    }
+}
+
+/// [`AttentionKernels::rotate`](super::kernels::AttentionKernels::rotate).
+///
+/// # Safety
+/// As there, inside a function with the level's features.
+#[inline(always)]
+pub(crate) unsafe fn rotate<S: Lanes>(x: &[f32], cos_sin: &[f32], scale: f32, out: &mut [f32]) {
+    let mut at = 0;
+    // SAFETY: all three have the same length, a multiple of 16.
+    unsafe {
+        while at < x.len() {
+            let turned = S::rotate(S::load(x.as_ptr().add(at)), S::load(cos_sin.as_ptr().add(at)));
+            S::store(out.as_mut_ptr().add(at), S::mul(turned, S::splat(scale)));
+            at += S::LANES;
+        }
+    }
+}
+
+/// The static tables of one level and KV kind, and their functions: `$product` over `$simd`, compiled with `$features`.
+macro_rules! attention_level {
+    (
+        $table:ident, $level:ident, $features:literal, $simd:ty, $product:ty, $operand:ident, $pack:ident,
+        wide: [$(($rows:literal, $lines:literal)),*]
+    ) => {
+        struct $level;
+
+        impl $level {
+            #[target_feature(enable = $features)]
+            unsafe fn scores_tile<const MR: usize, const NV: usize>(t: &$crate::attention::vector::ScoresTile) {
+                // SAFETY: handed on; the features are here.
+                unsafe { $crate::attention::vector::scores_tile::<$simd, $product, MR, NV>(t) }
+            }
+
+            #[target_feature(enable = $features)]
+            unsafe fn values_tile<const MR: usize, const NV: usize>(t: &$crate::attention::vector::ValuesTile) {
+                // SAFETY: handed on; the features are here.
+                unsafe { $crate::attention::vector::values_tile::<$simd, $product, MR, NV>(t) }
+            }
+
+            #[target_feature(enable = $features)]
+            unsafe fn softmax(
+                rows: usize,
+                blocks: usize,
+                s: *const f32,
+                p: *mut u8,
+                state: &$crate::attention::kernels::SoftmaxRows,
+            ) {
+                const BF16: bool = matches!(Operand::$operand, Operand::Bf16);
+                // SAFETY: handed on; the features are here.
+                unsafe { $crate::attention::vector::softmax::<$simd, BF16>(rows, blocks, s, p, state) }
+            }
+
+            #[target_feature(enable = $features)]
+            unsafe fn rotate(x: &[f32], cos_sin: &[f32], scale: f32, out: &mut [f32]) {
+                // SAFETY: handed on; the features are here.
+                unsafe { $crate::attention::vector::rotate::<$simd>(x, cos_sin, scale, out) }
+            }
+
+            #[target_feature(enable = $features)]
+            unsafe fn append_block(
+                head_dim: usize,
+                k: &[f32],
+                v: &[f32],
+                v_stride: usize,
+                to_k: *mut u8,
+                to_v: *mut u8,
+            ) {
+                // SAFETY: handed on; the features are here.
+                unsafe { $crate::reference::attention::$pack(head_dim, k, v, v_stride, to_k, to_v) }
+            }
+        }
+
+        impl $crate::attention::vector::Level for $level {
+            const OPERAND: usize = match Operand::$operand {
+                Operand::F32 => 4,
+                Operand::Bf16 => 2,
+            };
+            const SCORES: $crate::attention::vector::Tiles<$crate::attention::vector::ScoresTile> =
+                $crate::attention::vector::Tiles {
+                    wide: &[$((
+                        $lines,
+                        $level::scores_tile::<$rows, { $lines * 16 / <$simd as $crate::simd::Simd>::LANES }>,
+                    )),*],
+                    single: &[$($level::scores_tile::<$rows, { 16 / <$simd as $crate::simd::Simd>::LANES }>),*],
+                };
+            const VALUES: $crate::attention::vector::Tiles<$crate::attention::vector::ValuesTile> =
+                $crate::attention::vector::Tiles {
+                    wide: &[$((
+                        $lines,
+                        $level::values_tile::<$rows, { $lines * 16 / <$simd as $crate::simd::Simd>::LANES }>,
+                    )),*],
+                    single: &[$($level::values_tile::<$rows, { 16 / <$simd as $crate::simd::Simd>::LANES }>),*],
+                };
+        }
+
+        pub(crate) static $table: AttentionKernels = AttentionKernels {
+            operand: Operand::$operand,
+            scores: $crate::attention::vector::scores::<$level>,
+            softmax: $level::softmax,
+            values: $crate::attention::vector::values::<$level>,
+            rotate: $level::rotate,
+            append_block: $level::append_block,
+        };
+    };
+}
+pub(crate) use attention_level;

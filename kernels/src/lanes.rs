@@ -1,0 +1,63 @@
+//! What softmax, rotation and the scans need beyond [`Simd`]: comparisons, reductions, exponentials.
+
+use crate::simd::Simd;
+
+/// Coefficients of `x^1 .. x^5` of a polynomial for `2^x` on [-0.5, 0.5] whose constant term is 1: relative error 1.1e-7.
+pub(crate) const EXP2: [f32; 5] = [0.693_147, 0.240_222_42, 0.055_507_336, 0.009_671_513, 0.001_326_472_7];
+
+/// More operations on a level's vectors.
+///
+/// # Safety
+/// As for [`Simd`].
+pub(crate) trait Lanes: Simd {
+    unsafe fn add(a: Self::F, b: Self::F) -> Self::F;
+    unsafe fn sub(a: Self::F, b: Self::F) -> Self::F;
+    /// The larger of each lane; a NaN of `b` stays, one of `a` need not.
+    unsafe fn max(a: Self::F, b: Self::F) -> Self::F;
+    /// The first `count` lanes of `a`, the others of `b`.
+    unsafe fn first(count: usize, a: Self::F, b: Self::F) -> Self::F;
+    /// The first `count <= LANES` floats, zeros behind them; reads nothing else.
+    unsafe fn load_first(count: usize, from: *const f32) -> Self::F;
+    /// Bit i: lane i of `a` is at least that of `b`.
+    unsafe fn at_least(a: Self::F, b: Self::F) -> u32;
+    /// The largest lane, if none is NaN.
+    unsafe fn reduce_max(a: Self::F) -> f32;
+    /// The lanes' sum, in a tree: i + (i + LANES/2) first.
+    unsafe fn reduce_add(a: Self::F) -> f32;
+    /// `2^n` for `shifted = n + 1.5 * 2^23` with whole n in -127..=127; n = -127 gives 0.
+    unsafe fn power_of_two(shifted: Self::F) -> Self::F;
+    /// Rounds to bf16, to nearest even, and stores `LANES` of them.
+    unsafe fn store_bf16(to: *mut u16, a: Self::F);
+    /// Pairs (x, y) turned by pairs (cos, sin): `(x cos - y sin, y cos + x sin)`.
+    unsafe fn rotate(pairs: Self::F, cos_sin: Self::F) -> Self::F;
+
+    /// `2^x` for x <= 127; exactly 1 for 0, and 0 from -127 on. NaN stays.
+    #[inline(always)]
+    unsafe fn exp2(x: Self::F) -> Self::F {
+        // SAFETY: the caller's contract.
+        unsafe {
+            let x = Self::max(Self::splat(-127.0), x);
+            // Adding 1.5 * 2^23 rounds to a whole number and leaves it in the low bits.
+            let magic = Self::splat(12_582_912.0);
+            let shifted = Self::add(x, magic);
+            let f = Self::sub(x, Self::sub(shifted, magic));
+            Self::mul(exp2_polynomial::<Self>(f), Self::power_of_two(shifted))
+        }
+    }
+}
+
+/// `2^f` for f in [-0.5, 0.5].
+///
+/// # Safety
+/// As for [`Simd`].
+#[inline(always)]
+pub(crate) unsafe fn exp2_polynomial<S: Lanes>(f: S::F) -> S::F {
+    // SAFETY: the caller's contract.
+    unsafe {
+        let p = S::fma(S::splat(EXP2[4]), f, S::splat(EXP2[3]));
+        let p = S::fma(p, f, S::splat(EXP2[2]));
+        let p = S::fma(p, f, S::splat(EXP2[1]));
+        let p = S::fma(p, f, S::splat(EXP2[0]));
+        S::fma(p, f, S::splat(1.0))
+    }
+}
