@@ -15,7 +15,7 @@ pub struct StepBatch {
     pub block_tables: Vec<u32>,
     /// Tokens whose logits are wanted, ascending, each once; at most `RunnerLimits::max_num_seqs` of them.
     pub sample_rows: Vec<SampleRow>,
-    /// Whole-block KV copies `(from, to)` to do before anything else (copy-on-write).
+    /// Whole-block KV copies `(from, to)` to do before anything else and in this order (copy-on-write).
     pub copies: Vec<(u32, u32)>,
 }
 

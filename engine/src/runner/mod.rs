@@ -67,6 +67,6 @@ pub trait ModelRunner {
 pub enum Row<'a> {
     /// The most likely token (lowest id on ties) and its logit; NaN if any logit of the row was not finite.
     Greedy { token: u32, logit: f32 },
-    /// All logits, `vocab_size` long; the sampler may change them in place.
-    Logits(&'a mut [f32]),
+    /// All logits, `vocab_size` long.
+    Logits(&'a [f32]),
 }
