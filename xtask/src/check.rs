@@ -1,0 +1,53 @@
+//! Tests and linters, as one command each.
+
+use anyhow::{Context, Result};
+use xshell::{Shell, cmd};
+
+/// Builds the binaries that the end-to-end tests start, then runs every test of the workspace.
+pub(crate) fn test(sh: &Shell) -> Result<()> {
+    // The tests crate starts target/debug/ernied and ernie-ctl as an operator would; cargo builds no binary of another package for it.
+    cmd!(sh, "cargo build --workspace --bins --locked").run()?;
+    cmd!(sh, "cargo test --workspace --locked").run()?;
+    Ok(())
+}
+
+pub(crate) fn lint(sh: &Shell) -> Result<()> {
+    cmd!(sh, "cargo fmt --all --check").run()?;
+    cmd!(sh, "cargo clippy --workspace --all-targets --locked -- -D warnings").run()?;
+    crate::tidy::run(&sh.current_dir())?;
+    deny(sh)
+}
+
+/// Licences, duplicate sources and unknown registries. The advisory database is not asked: it lives outside the package
+/// registries that a build may reach.
+fn deny(sh: &Shell) -> Result<()> {
+    if cmd!(sh, "cargo deny --version").quiet().ignore_stderr().read().is_err() {
+        cmd!(sh, "cargo install cargo-deny --version 0.20.2 --locked").run().context("cargo-deny does not install")?;
+    }
+    cmd!(sh, "cargo deny --offline check licenses bans sources").run()?;
+    Ok(())
+}
+
+/// Interleaves `cargo bench`-like runs of the working tree and of `rev`: single runs on shared machines mean nothing.
+pub(crate) fn ab(sh: &Shell, rev: Option<&str>) -> Result<()> {
+    let rev = rev.context("usage: cargo xtask ab REV")?;
+    let other = sh.current_dir().join("target/ab-tree");
+    if !sh.path_exists(&other) {
+        cmd!(sh, "git worktree add --detach {other} {rev}").run()?;
+    }
+    cmd!(sh, "git -C {other} checkout --detach {rev}").run()?;
+    cmd!(sh, "cargo build --release --example bench_runner -p ernie-engine").run()?;
+    {
+        let _there = sh.push_dir(&other);
+        cmd!(sh, "cargo build --release --example bench_runner -p ernie-engine --target-dir target").run()?;
+    }
+    let ours = sh.current_dir().join("target/release/examples/bench_runner");
+    let theirs = other.join("target/release/examples/bench_runner");
+    for round in 1..=3 {
+        println!("# round {round}: this tree");
+        cmd!(sh, "{ours} --demo-shape").run()?;
+        println!("# round {round}: {rev}");
+        cmd!(sh, "{theirs} --demo-shape").run()?;
+    }
+    Ok(())
+}
