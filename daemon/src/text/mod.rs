@@ -273,7 +273,8 @@ mod tests {
 
     #[test]
     fn the_template_file_wins_over_the_one_inside_the_settings() {
-        let settings = r#"{"chat_template": [{"name": "rag", "template": "r"}, {"name": "default", "template": "inside"}]}"#;
+        let settings =
+            r#"{"chat_template": [{"name": "rag", "template": "r"}, {"name": "default", "template": "inside"}]}"#;
         let dir = folder(&[("tokenizer_config.json", settings)]);
         assert_eq!(TextModel::load(dir.path()).unwrap().template().unwrap().source(), "inside");
         std::fs::write(dir.path().join("chat_template.jinja"), "outside").unwrap();

@@ -26,7 +26,12 @@ pub struct StopWatcher {
 impl StopWatcher {
     /// `include_stop`: the stop string itself is shown as the last of the text. Empty stop strings are ignored.
     pub fn new(stops: Vec<String>, include_stop: bool) -> Self {
-        Self { stops: stops.into_iter().filter(|s| !s.is_empty()).collect(), include_stop, held: String::new(), stopped: false }
+        Self {
+            stops: stops.into_iter().filter(|s| !s.is_empty()).collect(),
+            include_stop,
+            held: String::new(),
+            stopped: false,
+        }
     }
 
     /// The stop strings that are watched for; [`Stopped::which`] counts in these.

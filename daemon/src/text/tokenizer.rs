@@ -139,7 +139,12 @@ impl Tokenizer {
     }
 
     /// Encodes text with cut marks: each piece on its own.
-    pub fn encode_marked(&self, text: &str, mark: Option<char>, add_special_tokens: bool) -> Result<Vec<u32>, TextError> {
+    pub fn encode_marked(
+        &self,
+        text: &str,
+        mark: Option<char>,
+        add_special_tokens: bool,
+    ) -> Result<Vec<u32>, TextError> {
         let Some(mark) = mark.filter(|m| text.contains(*m)) else { return self.encode(text, add_special_tokens) };
         let mut ids = if add_special_tokens { self.encode("", true)? } else { Vec::new() };
         for piece in text.split(mark).filter(|p| !p.is_empty()) {
@@ -211,7 +216,11 @@ impl Tokenizer {
 enum Decoding {
     /// GPT-2's table of printable stand-ins.
     ByteLevel,
-    Pieces { replace: Vec<(String, String)>, byte_fallback: bool, strip_leading: bool },
+    Pieces {
+        replace: Vec<(String, String)>,
+        byte_fallback: bool,
+        strip_leading: bool,
+    },
 }
 
 impl Decoding {
@@ -270,7 +279,8 @@ impl Pieces {
         match decoder["type"].as_str() {
             Some("Sequence") => decoder["decoders"].as_array().into_iter().flatten().try_for_each(|d| self.add(d)),
             Some("Replace") => {
-                let (Some(from), Some(to)) = (decoder["pattern"]["String"].as_str(), decoder["content"].as_str()) else {
+                let (Some(from), Some(to)) = (decoder["pattern"]["String"].as_str(), decoder["content"].as_str())
+                else {
                     return Err("decoder Replace with a pattern that is no plain string is not implemented".into());
                 };
                 self.replace.push((from.to_owned(), to.to_owned()));
@@ -330,7 +340,8 @@ mod tests {
     #[test]
     fn every_id_decodes_as_the_tokenizers_crate_decodes_it() {
         for t in [fixtures::byte_level(), fixtures::byte_fallback()] {
-            for text in ["hello world", " two  spaces", "北京欢迎你", "👨‍👩‍👧 龘", "tab\tnew\nline", "0123 456", "é ß"] {
+            for text in ["hello world", " two  spaces", "北京欢迎你", "👨‍👩‍👧 龘", "tab\tnew\nline", "0123 456", "é ß"]
+            {
                 let ids = t.encode(text, false).unwrap();
                 assert_eq!(t.decode(&ids, false), text);
                 assert_eq!(t.inner.decode(&ids, false).unwrap(), text);
