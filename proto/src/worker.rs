@@ -38,6 +38,10 @@ pub enum FromWorker {
     Pong(u64),
     /// The worker can not go on (model does not load, a kernel failed); it exits after this.
     Fatal(Fatal),
+    /// A step could not be computed and had no effect; the worker tries again.
+    StepFailed(String),
+    /// Progress within a step that takes long: a number that rises as layers are computed.
+    Beat(u64),
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -45,6 +49,13 @@ pub struct Hello {
     pub version: u32,
     /// Build identity; both ends are the same executable, so a difference is a bug and is refused.
     pub build: String,
+}
+
+impl Hello {
+    /// Of the executable this is compiled into.
+    pub fn own() -> Self {
+        Self { version: PROTOCOL_VERSION, build: concat!("ernied ", env!("CARGO_PKG_VERSION")).to_string() }
+    }
 }
 
 /// Number type of weights and activations as asked for.
@@ -76,10 +87,13 @@ pub struct Load {
     pub max_num_seqs: u32,
     /// Most tokens in one step.
     pub max_num_batched_tokens: u32,
-    /// Bytes for KV blocks. `None`: chosen by the worker from the memory that is free and `memory_fraction`.
+    /// Most prompt tokens in a step that also carries decodes. `None`: the engine's default.
+    pub max_prefill_chunk: Option<u32>,
+    /// Bytes for KV blocks. `None`: what `memory_bytes` leaves.
     pub kv_cache_bytes: Option<u64>,
-    /// Fraction of the memory limit (cgroup or host) that weights, workspace and KV may use together.
-    pub memory_fraction: f32,
+    /// What weights, workspace and KV blocks of this worker may take together. The daemon works it out from the memory limit
+    /// (cgroup or host), the configured fraction and the number of workers.
+    pub memory_bytes: u64,
     pub enable_prefix_caching: bool,
     /// Compute threads, the engine thread included. 0: one per core that this process may use.
     pub threads: u32,
@@ -89,8 +103,55 @@ pub struct Load {
     pub seed: u64,
     /// Host memory for swapped KV blocks, in bytes.
     pub swap_space_bytes: u64,
+    pub swap_policy: SwapPolicy,
+    /// Digests that the files must have; hashed in the pass that loads them. Empty: not verified.
+    pub manifest: Vec<FileDigest>,
     /// The byte string of every token id, for grammars. Empty: no grammars.
     pub vocabulary: Arc<Vec<Vec<u8>>>,
+}
+
+impl Load {
+    /// Defaults of a small server, to change fields of.
+    pub fn new(model_dir: impl Into<PathBuf>) -> Self {
+        Self {
+            model_dir: model_dir.into(),
+            dtype: Dtype::Auto,
+            quantization: Quantization::None,
+            max_model_len: None,
+            max_num_seqs: 256,
+            max_num_batched_tokens: 2048,
+            max_prefill_chunk: None,
+            kv_cache_bytes: None,
+            memory_bytes: 4 << 30,
+            enable_prefix_caching: true,
+            threads: 0,
+            pin_threads: false,
+            seed: 0,
+            swap_space_bytes: 0,
+            swap_policy: SwapPolicy::Off,
+            manifest: Vec::new(),
+            vocabulary: Arc::default(),
+        }
+    }
+}
+
+/// What goes to the swap space when a KV block is needed for something else.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum SwapPolicy {
+    #[default]
+    Off,
+    /// Blocks of preempted sequences.
+    OnPressure,
+    /// Those, and every prefix block that is evicted.
+    Always,
+}
+
+/// One line of a manifest.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+pub struct FileDigest {
+    /// Relative to the model folder.
+    pub path: String,
+    pub sha256: [u8; 32],
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -274,10 +335,14 @@ pub struct SequenceOutput {
     pub request: RequestId,
     pub choice: u16,
     /// `u32::MAX` when `finish` is `Error`: then nothing was chosen.
+    /// [`NO_TOKEN`] when `finish` is [`FinishReason::Error`]: nothing was chosen.
     pub token: u32,
     pub logprobs: Option<TokenLogprobs>,
     pub finish: Option<FinishReason>,
 }
+
+/// Stands for the token of an output that ended without one.
+pub const NO_TOKEN: u32 = u32::MAX;
 
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct TokenLogprobs {

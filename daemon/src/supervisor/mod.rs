@@ -1,1 +1,450 @@
-//! (laid out; its owner fills it)
+//! The supervisor: one task that owns workers, deployments, requests under way and the rollout.
+//!
+//! Everything that can happen is one [`SupervisorEvent`]; the task takes them one by one and never waits for anything else:
+//! what takes time (processes, hashing) lives in tasks of its own that report back. What decides is pure and lives beside
+//! (`restart`, `liveness`, `rollout`); this file and its two helpers (`slots`, `publish`) carry the decisions out.
+
+mod deployment;
+mod dispatch;
+mod fleet;
+mod liveness;
+mod observe;
+mod publish;
+mod restart;
+mod rollout;
+#[cfg(test)]
+pub(crate) mod scripted;
+mod slots;
+mod status;
+mod stderr;
+#[cfg(test)]
+mod tests;
+mod worker;
+
+pub use deployment::{Absent, Deployment, DeploymentSpec, Routing};
+pub use dispatch::PoisonSettings;
+pub use fleet::{
+    DrainReport, FleetHandle, Generation, GenerationEvent, GenerationFailure, Submission, SubmitRefusal, SupervisorGone,
+};
+pub use liveness::LivenessSettings;
+pub use observe::{FleetEvent, FleetObserver};
+pub use restart::RestartSettings;
+pub use rollout::{RolloutOutcome, RolloutPhase, RolloutRefusal, RolloutStatus, Strategy, SwapRequest};
+pub use status::{
+    DeploymentRole, DeploymentStatus, FleetCounters, FleetState, FleetStatus, WorkerFailure, WorkerState, WorkerStatus,
+};
+pub use worker::{ReexecWorker, SpawnWorker, SpawnedWorker, WORKER_FD, WorkerPipe, WorkerProcess};
+
+use dispatch::Requests;
+use ernie_proto::ids::{DeploymentId, RequestId, WorkerId};
+use ernie_proto::worker::{Loaded, StepStats, ToWorker};
+use fleet::{COMMANDS_MAX, Command, NewRequest};
+use publish::Rates;
+use slots::{Slot, SlotKey};
+use std::collections::{BTreeMap, HashMap};
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::time::Instant;
+use worker::WorkerEvent;
+
+/// Worker messages that wait for the supervisor; a reader waits when this is full, and its worker after it.
+const WORKER_EVENTS_MAX: usize = 1024;
+
+/// Worker messages taken in one turn before anything else is looked at.
+const WORKER_EVENTS_PER_TURN: usize = 64;
+
+/// How long a worker may take to leave when it is asked to.
+const LEAVE_PATIENCE: Duration = Duration::from_secs(2);
+
+/// How the fleet is run.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct SupervisorSettings {
+    /// Requests under way at the same time, queued ones included; more are refused.
+    pub requests_max: usize,
+    pub liveness: LivenessSettings,
+    pub restart: RestartSettings,
+    pub poison: PoisonSettings,
+    /// Steps in a row that may fail before the worker is replaced.
+    pub step_errors_max: u32,
+}
+
+impl Default for SupervisorSettings {
+    fn default() -> Self {
+        Self {
+            requests_max: 4096,
+            liveness: LivenessSettings::default(),
+            restart: RestartSettings::default(),
+            poison: PoisonSettings::default(),
+            step_errors_max: 3,
+        }
+    }
+}
+
+/// Starts the supervisor and the first deployment's workers; must be called inside a runtime. It ends after
+/// [`FleetHandle::shutdown`], or when every handle is dropped.
+pub fn start(
+    settings: SupervisorSettings, spawner: Arc<dyn SpawnWorker>, observers: Vec<Arc<dyn FleetObserver>>,
+    first: DeploymentSpec,
+) -> FleetHandle {
+    let (commands, commands_in) = mpsc::channel(COMMANDS_MAX);
+    let (dropped, dropped_in) = mpsc::channel(settings.requests_max.max(1));
+    let (worker_events, worker_events_in) = mpsc::channel(WORKER_EVENTS_MAX);
+    let (status_out, status) = watch::channel(Arc::new(FleetStatus::starting()));
+    let (routing_out, routing) = watch::channel(Arc::new(Routing::default()));
+    let now = Instant::now();
+    let mut supervisor = Supervisor {
+        requests: Requests::new(settings.poison.clone()),
+        settings,
+        spawner,
+        observers,
+        commands: commands_in,
+        dropped: dropped_in,
+        worker_events,
+        worker_events_in,
+        status: status_out,
+        routing: routing_out,
+        deployments: BTreeMap::new(),
+        slots: BTreeMap::new(),
+        by_worker: HashMap::new(),
+        active: None,
+        next_deployment: 1,
+        next_worker: 1,
+        counters: FleetCounters::default(),
+        base: StepStats::default(),
+        rates: Rates::default(),
+        drain: None,
+        leaving: None,
+        publish: publish::Schedule::new(now),
+    };
+    let id = supervisor.add_deployment(first, DeploymentRole::Active);
+    supervisor.active = Some(id);
+    supervisor.want_workers(id);
+    supervisor.publish_routing();
+    supervisor.publish_now(now);
+    tokio::spawn(supervisor.run());
+    FleetHandle { commands, dropped, status, routing, next_request: Arc::new(AtomicU64::new(1)) }
+}
+
+/// Everything the supervisor can learn.
+#[derive(Debug)]
+enum SupervisorEvent {
+    Command(Command),
+    /// A client let go of its request.
+    Dropped(RequestId),
+    Worker(WorkerId, WorkerEvent),
+    /// A deadline has come, or it is time to publish.
+    Tick,
+    /// Nobody can command any more.
+    HandlesGone,
+}
+
+struct Supervisor {
+    settings: SupervisorSettings,
+    spawner: Arc<dyn SpawnWorker>,
+    observers: Vec<Arc<dyn FleetObserver>>,
+    commands: mpsc::Receiver<Command>,
+    dropped: mpsc::Receiver<RequestId>,
+    worker_events: mpsc::Sender<(WorkerId, WorkerEvent)>,
+    worker_events_in: mpsc::Receiver<(WorkerId, WorkerEvent)>,
+    status: watch::Sender<Arc<FleetStatus>>,
+    routing: watch::Sender<Arc<Routing>>,
+    deployments: BTreeMap<DeploymentId, DeploymentEntry>,
+    slots: BTreeMap<SlotKey, Slot>,
+    by_worker: HashMap<WorkerId, SlotKey>,
+    requests: Requests,
+    active: Option<DeploymentId>,
+    next_deployment: u64,
+    next_worker: u64,
+    counters: FleetCounters,
+    /// Counters of slots that are no more.
+    base: StepStats,
+    rates: Rates,
+    drain: Option<Drain>,
+    /// Set by a shutdown: who waits for the end, and when patience with the workers ends.
+    leaving: Option<Leaving>,
+    publish: publish::Schedule,
+}
+
+struct DeploymentEntry {
+    spec: DeploymentSpec,
+    role: DeploymentRole,
+    /// Present once a worker has loaded it.
+    deployment: Option<Arc<Deployment>>,
+    /// It will not be tried again.
+    failed: Option<String>,
+}
+
+struct Drain {
+    deadline: Instant,
+    replies: Vec<oneshot::Sender<DrainReport>>,
+    finished: u64,
+}
+
+#[derive(Default)]
+struct Leaving {
+    replies: Vec<oneshot::Sender<()>>,
+}
+
+impl Supervisor {
+    async fn run(mut self) {
+        loop {
+            self.publish_if_due(Instant::now());
+            let wake = self.next_wake(Instant::now());
+            let event = tokio::select! {
+                command = self.commands.recv(), if self.leaving.is_none() || !self.commands.is_closed() => {
+                    command.map_or(SupervisorEvent::HandlesGone, SupervisorEvent::Command)
+                }
+                Some(id) = self.dropped.recv() => SupervisorEvent::Dropped(id),
+                Some((worker, event)) = self.worker_events_in.recv() => SupervisorEvent::Worker(worker, event),
+                () = tokio::time::sleep_until(wake) => SupervisorEvent::Tick,
+            };
+            self.on(event);
+            for _ in 0..WORKER_EVENTS_PER_TURN {
+                let Ok((worker, event)) = self.worker_events_in.try_recv() else { break };
+                self.on(SupervisorEvent::Worker(worker, event));
+            }
+            self.give_work();
+            self.end_drain_if_over(Instant::now());
+            if self.leaving.is_some() && self.slots.values().all(|slot| slot.live.is_none()) {
+                break;
+            }
+        }
+        self.publish_now(Instant::now());
+        for reply in self.leaving.take().unwrap_or_default().replies {
+            // The asker may have given up waiting.
+            let _ = reply.send(());
+        }
+    }
+
+    fn on(&mut self, event: SupervisorEvent) {
+        let now = Instant::now();
+        match event {
+            SupervisorEvent::Command(command) => self.on_command(command, now),
+            SupervisorEvent::Dropped(id) => self.abandon(id),
+            SupervisorEvent::Worker(worker, event) => self.on_worker(worker, event, now),
+            SupervisorEvent::Tick => self.on_tick(now),
+            SupervisorEvent::HandlesGone => self.leave(None),
+        }
+    }
+
+    fn on_command(&mut self, command: Command, now: Instant) {
+        match command {
+            Command::Submit(new) => self.submit(*new, now),
+            Command::Drain { deadline, reply } => self.begin_drain(deadline, reply, now),
+            Command::Shutdown { reply } => self.leave(Some(reply)),
+            Command::Swap { request: _, reply } => {
+                let _ = reply.send(Err(RolloutRefusal::NotServing));
+            }
+            Command::Rollback { reason: _, reply } => {
+                let _ = reply.send(Err(RolloutRefusal::NothingToRollBack));
+            }
+            Command::RestartWorker { worker, graceful, reply } => {
+                // The asker may have gone; the worker is restarted all the same.
+                let _ = reply.send(self.restart_worker(worker, graceful));
+            }
+            Command::ResetPrefixCache => {
+                for slot in self.slots.values().filter(|slot| slot.serves()) {
+                    slot.send(ToWorker::ResetPrefixCache);
+                }
+            }
+        }
+    }
+
+    fn submit(&mut self, mut new: NewRequest, now: Instant) {
+        let (reply, _) = oneshot::channel();
+        let reply = std::mem::replace(&mut new.reply, reply);
+        if reply.is_closed() {
+            return;
+        }
+        if let Err(refusal) = self.admits(new.deployment.id) {
+            let _ = reply.send(Err(refusal));
+            return;
+        }
+        let id = new.id;
+        self.requests.insert(new, now);
+        if reply.send(Ok(())).is_err() {
+            self.abandon(id);
+        }
+    }
+
+    fn admits(&self, deployment: DeploymentId) -> Result<(), SubmitRefusal> {
+        if self.drain.is_some() || self.leaving.is_some() {
+            return Err(SubmitRefusal::Draining);
+        }
+        let entry = self.deployments.get(&deployment).ok_or(SubmitRefusal::Retired)?;
+        if let Some(reason) = &entry.failed {
+            return Err(SubmitRefusal::Unavailable { reason: reason.clone() });
+        }
+        match self.crash_loop_reason(deployment) {
+            Some(reason) => Err(SubmitRefusal::Unavailable { reason }),
+            None => Ok(()),
+        }
+    }
+
+    /// The client of a request is gone.
+    fn abandon(&mut self, id: RequestId) {
+        let Some(gone) = self.requests.abandon(id) else { return };
+        self.counters.requests_aborted += 1;
+        if let Some(worker) = gone.worker {
+            self.send(worker, ToWorker::Abort(id));
+        }
+        self.publish.soon();
+    }
+
+    /// Hands held requests to workers that can take them.
+    fn give_work(&mut self) {
+        if self.requests.held() == 0 {
+            return;
+        }
+        let deployments: Vec<_> = self.deployments.keys().copied().collect();
+        for deployment in deployments {
+            let ready: Vec<_> = self.ready_workers(deployment).collect();
+            for (worker, submit) in self.requests.assign(deployment, &ready) {
+                self.work_comes(worker);
+                self.send(worker, ToWorker::Submit(Box::new(submit)));
+            }
+        }
+    }
+
+    fn add_deployment(&mut self, spec: DeploymentSpec, role: DeploymentRole) -> DeploymentId {
+        let id = DeploymentId(self.next_deployment);
+        self.next_deployment += 1;
+        self.deployments.insert(id, DeploymentEntry { spec, role, deployment: None, failed: None });
+        id
+    }
+
+    /// A worker of the deployment has loaded its model.
+    fn deployment_loaded(&mut self, id: DeploymentId, loaded: Loaded) {
+        let Some(entry) = self.deployments.get_mut(&id) else { return };
+        if entry.deployment.is_some() {
+            return;
+        }
+        entry.deployment = Some(Arc::new(Deployment {
+            id,
+            served_names: entry.spec.served_names.clone(),
+            revision: entry.spec.revision.clone(),
+            model_dir: entry.spec.model_dir.clone(),
+            text: entry.spec.text.clone(),
+            loaded,
+            created: unix_now(),
+        }));
+        let revision = entry.spec.revision.clone();
+        if self.active == Some(id) {
+            self.tell(FleetEvent::DeploymentActivated { deployment: id, revision, replaces: None });
+            self.publish_routing();
+        }
+    }
+
+    /// The deployment can not be loaded, and trying again would not help.
+    fn deployment_failed(&mut self, id: DeploymentId, reason: String) {
+        let Some(entry) = self.deployments.get_mut(&id) else { return };
+        entry.failed = Some(reason.clone());
+        self.unwant_workers(id);
+        self.fail_held(id, &reason);
+        self.tell(FleetEvent::DeploymentFailed { deployment: id, reason });
+        self.publish_routing();
+        self.publish.at_once();
+    }
+
+    /// Fails the deployment's requests that have no worker.
+    fn fail_held(&mut self, id: DeploymentId, reason: &str) {
+        let failure = GenerationFailure { message: format!("no worker can go on with it: {reason}"), retryable: true };
+        self.requests.fail_all(Some(id), true, &failure);
+    }
+
+    fn publish_routing(&self) {
+        let entry = self.active.and_then(|id| self.deployments.get(&id));
+        let closing = self.drain.is_some() || self.leaving.is_some();
+        let routing = match entry {
+            _ if closing => Routing { absent: Absent::Draining, ..Routing::default() },
+            Some(DeploymentEntry { failed: Some(reason), .. }) => {
+                Routing { absent: Absent::Failed(reason.clone()), ..Routing::default() }
+            }
+            Some(entry) => Routing { active: entry.deployment.clone(), ..Routing::default() },
+            None => Routing::default(),
+        };
+        self.routing.send_replace(Arc::new(routing));
+    }
+
+    fn begin_drain(&mut self, deadline: Instant, reply: oneshot::Sender<DrainReport>, now: Instant) {
+        match &mut self.drain {
+            Some(drain) => {
+                drain.deadline = drain.deadline.min(deadline);
+                drain.replies.push(reply);
+            }
+            None => {
+                self.drain = Some(Drain { deadline, replies: vec![reply], finished: 0 });
+                let patience = deadline.saturating_duration_since(now);
+                self.tell(FleetEvent::Draining { requests: self.requests.len(), patience });
+            }
+        }
+        self.publish_routing();
+        self.publish.at_once();
+    }
+
+    fn end_drain_if_over(&mut self, now: Instant) {
+        let Some(drain) = &mut self.drain else { return };
+        if drain.replies.is_empty() || (self.requests.len() > 0 && now < drain.deadline) {
+            return;
+        }
+        let (replies, finished) = (std::mem::take(&mut drain.replies), drain.finished);
+        let failed = self.fail_everything("the server is shutting down");
+        let report = DrainReport { finished, failed };
+        self.tell(FleetEvent::Drained { finished, failed });
+        for reply in replies {
+            let _ = reply.send(report);
+        }
+        self.publish.at_once();
+    }
+
+    fn fail_everything(&mut self, message: &str) -> u64 {
+        let failure = GenerationFailure { message: message.to_string(), retryable: true };
+        let failed = self.requests.fail_all(None, false, &failure);
+        for (id, worker) in &failed {
+            if let Some(worker) = worker {
+                self.send(*worker, ToWorker::Abort(*id));
+            }
+        }
+        failed.len() as u64
+    }
+
+    /// Ends everything. The loop ends when the last process is gone.
+    fn leave(&mut self, reply: Option<oneshot::Sender<()>>) {
+        self.leaving.get_or_insert_default().replies.extend(reply);
+        self.fail_everything("the server is shutting down");
+        let deployments: Vec<_> = self.deployments.keys().copied().collect();
+        for id in deployments {
+            self.unwant_workers(id);
+        }
+        self.publish_routing();
+        self.publish.at_once();
+    }
+
+    fn on_tick(&mut self, now: Instant) {
+        for id in self.requests.deserted() {
+            self.abandon(id);
+        }
+        self.watch_slots(now);
+    }
+
+    /// When something is due, if nothing happens before.
+    fn next_wake(&self, now: Instant) -> Instant {
+        let drain = self.drain.as_ref().filter(|drain| !drain.replies.is_empty()).map(|drain| drain.deadline);
+        let slots = self.slots.values().filter_map(|slot| slot.due(now, &self.requests, &self.settings.liveness));
+        slots.chain(drain).chain([self.publish.due()]).min().unwrap_or(now)
+    }
+
+    fn tell(&self, event: FleetEvent) {
+        observe::log(&event);
+        for observer in &self.observers {
+            observer.on(&event);
+        }
+    }
+}
+
+/// Unix time in seconds, for people; nothing is decided by it.
+fn unix_now() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}

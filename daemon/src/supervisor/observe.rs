@@ -1,0 +1,96 @@
+//! What happens in the fleet, as events that log, metrics and audit hang on.
+//!
+//! The supervisor tells each event once, in order, from its own task; an observer must not block.
+
+use super::rollout::RolloutPhase;
+use super::status::WorkerFailure;
+use ernie_proto::ids::{DeploymentId, RequestId, WorkerId};
+use std::time::Duration;
+use tracing::{error, info, warn};
+
+/// Is told everything. Must not block: the supervisor waits for it.
+pub trait FleetObserver: Send + Sync + 'static {
+    fn on(&self, event: &FleetEvent);
+}
+
+/// One thing that happened.
+#[derive(Debug, Clone, PartialEq)]
+pub enum FleetEvent {
+    WorkerSpawned { worker: WorkerId, deployment: DeploymentId, slot: u32, pid: u32 },
+    WorkerReady { worker: WorkerId, deployment: DeploymentId, slot: u32, elapsed: Duration },
+    /// A worker ended without being asked to, or was ended for cause.
+    WorkerLost { worker: WorkerId, deployment: DeploymentId, slot: u32, failure: WorkerFailure },
+    /// A worker ended because it was asked to.
+    WorkerStopped { worker: WorkerId, deployment: DeploymentId, slot: u32 },
+    RestartScheduled { deployment: DeploymentId, slot: u32, wait: Duration },
+    CrashLoopEntered { deployment: DeploymentId, slot: u32, deaths: u32 },
+    CrashLoopLeft { deployment: DeploymentId, slot: u32 },
+    StepFailed { worker: WorkerId, message: String },
+    RequestsResumed { worker: WorkerId, requests: usize },
+    RequestPoisonous { request: RequestId, deaths: u32 },
+    DeploymentActivated { deployment: DeploymentId, revision: String, replaces: Option<DeploymentId> },
+    DeploymentRetired { deployment: DeploymentId, revision: String },
+    DeploymentFailed { deployment: DeploymentId, reason: String },
+    RolloutBegan { deployment: DeploymentId, revision: String, strategy: &'static str },
+    RolloutPhase { deployment: DeploymentId, phase: RolloutPhase, detail: String },
+    /// A canary became the active deployment, or the window of observation ended well.
+    RolloutCompleted { deployment: DeploymentId, revision: String, elapsed: Duration },
+    RolledBack { deployment: DeploymentId, revision: String, reason: String, restored: bool },
+    Draining { requests: usize, patience: Duration },
+    Drained { finished: u64, failed: u64 },
+}
+
+/// The log line of an event.
+pub(super) fn log(event: &FleetEvent) {
+    match event {
+        FleetEvent::WorkerSpawned { worker, deployment, slot, pid } => {
+            info!(%worker, %deployment, slot, pid, "worker started");
+        }
+        FleetEvent::WorkerReady { worker, deployment, slot, elapsed } => {
+            info!(%worker, %deployment, slot, elapsed_ms = millis(*elapsed), "worker ready");
+        }
+        FleetEvent::WorkerLost { worker, deployment, slot, failure } => {
+            let stderr = failure.stderr.join(" | ");
+            warn!(%worker, %deployment, slot, reason = failure.reason, stderr, "worker lost");
+        }
+        FleetEvent::WorkerStopped { worker, deployment, slot } => {
+            info!(%worker, %deployment, slot, "worker stopped");
+        }
+        FleetEvent::RestartScheduled { deployment, slot, wait } => {
+            info!(%deployment, slot, wait_ms = millis(*wait), "worker restart scheduled");
+        }
+        FleetEvent::CrashLoopEntered { deployment, slot, deaths } => {
+            error!(%deployment, slot, deaths, "worker is in a crash loop");
+        }
+        FleetEvent::CrashLoopLeft { deployment, slot } => info!(%deployment, slot, "worker left its crash loop"),
+        FleetEvent::StepFailed { worker, message } => warn!(%worker, message, "step failed"),
+        FleetEvent::RequestsResumed { worker, requests } => info!(%worker, requests, "requests resumed"),
+        FleetEvent::RequestPoisonous { request, deaths } => {
+            error!(%request, deaths, "request given up: workers died on it again and again");
+        }
+        FleetEvent::DeploymentActivated { deployment, revision, replaces } => {
+            let replaces = replaces.map(|id| id.to_string());
+            info!(%deployment, revision, replaces, "deployment active");
+        }
+        FleetEvent::DeploymentRetired { deployment, revision } => info!(%deployment, revision, "deployment retired"),
+        FleetEvent::DeploymentFailed { deployment, reason } => error!(%deployment, reason, "deployment failed"),
+        FleetEvent::RolloutBegan { deployment, revision, strategy } => {
+            info!(%deployment, revision, strategy, "rollout began");
+        }
+        FleetEvent::RolloutPhase { deployment, phase, detail } => info!(%deployment, %phase, detail, "rollout"),
+        FleetEvent::RolloutCompleted { deployment, revision, elapsed } => {
+            info!(%deployment, revision, elapsed_ms = millis(*elapsed), "rollout completed");
+        }
+        FleetEvent::RolledBack { deployment, revision, reason, restored } => {
+            error!(%deployment, revision, reason, restored, "rollout rolled back");
+        }
+        FleetEvent::Draining { requests, patience } => {
+            info!(requests, patience_ms = millis(*patience), "draining");
+        }
+        FleetEvent::Drained { finished, failed } => info!(finished, failed, "drained"),
+    }
+}
+
+fn millis(duration: Duration) -> u64 {
+    u64::try_from(duration.as_millis()).unwrap_or(u64::MAX)
+}
