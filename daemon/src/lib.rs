@@ -18,6 +18,7 @@ pub mod text;
 
 pub mod audit;
 pub mod keys;
+pub mod model_store;
 
 pub mod config;
 pub mod system;
