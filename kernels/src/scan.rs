@@ -2,6 +2,8 @@
 //!
 //! Each has one order of operations per level; `reference/scan.rs` is the definition.
 
+pub(crate) mod vector;
+
 use crate::isa::Isa;
 
 /// Tokens that [`ScanKernels::dots`] takes at once.
@@ -30,7 +32,7 @@ pub(crate) struct ScanKernels {
     /// values form a group is the level's business; every value is in one. `out.len()` is a multiple of 16.
     pub(crate) group_maxima: unsafe fn(row: &[f32], out: &mut [f32]),
     /// Appends (index, value) of every value `>= threshold` from `start` on, in ascending order, until the row ends or `ids`
-    /// has fewer than 16 free places; returns (where it stopped, how many were written).
+    /// has no room for what comes next (64 places); returns (where it stopped, how many were written).
     pub(crate) collect:
         unsafe fn(row: &[f32], start: usize, threshold: f32, ids: &mut [u32], values: &mut [f32]) -> (usize, usize),
     /// `out[t * out_stride + e] = x[t] . w[e]` for up to [`DOT_TOKENS`] rows of x and any number of rows of w, all `k` long.
@@ -44,6 +46,10 @@ impl ScanKernels {
     /// If this CPU lacks the level.
     pub(crate) fn get(isa: Isa) -> &'static ScanKernels {
         assert!(isa.available(), "this CPU lacks the level {isa}");
-        &crate::reference::scan::KERNELS
+        match isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 | Isa::AvxVnni => &crate::x86_64::avx2::scan::KERNELS,
+            _ => &crate::reference::scan::KERNELS,
+        }
     }
 }

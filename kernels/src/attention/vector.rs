@@ -77,11 +77,27 @@ impl<S: Simd> Product<S> for Widened {
     ) {
         // SAFETY: the caller's contract.
         unsafe {
+            if MR <= 2 {
+                // Few rows: each vector is widened and used up, which leaves registers for long chains.
+                for v in 0..NV {
+                    let pairs = S::load_i(b[v]);
+                    let (low, high) = (S::bf16_low(pairs), S::bf16_high(pairs));
+                    for r in 0..MR {
+                        let x = a.add(r * stride).cast::<f32>();
+                        tile[r][v] = S::fma(S::splat(*x), low, tile[r][v]);
+                        tile[r][v] = S::fma(S::splat(*x.add(1)), high, tile[r][v]);
+                    }
+                }
+                return;
+            }
+            let mut pairs = [S::splat_i(0); NV];
+            for v in 0..NV {
+                pairs[v] = S::load_i(b[v]);
+            }
             for half in 0..2 {
                 let mut w = [S::zero(); NV];
                 for v in 0..NV {
-                    let pairs = S::load_i(b[v]);
-                    w[v] = if half == 0 { S::bf16_low(pairs) } else { S::bf16_high(pairs) };
+                    w[v] = if half == 0 { S::bf16_low(pairs[v]) } else { S::bf16_high(pairs[v]) };
                 }
                 for r in 0..MR {
                     let x = S::splat(*a.add(r * stride + 4 * half).cast::<f32>());
@@ -142,6 +158,8 @@ pub(crate) struct ValuesTile {
     blocks: *const Blocks,
     /// Byte offset of the tile's columns in a line of V.
     at: usize,
+    /// Steps of a block. It is a constant, but the loop should stay one.
+    steps: usize,
     fetch: bool,
     correction: *const f32,
     o: *mut f32,
@@ -184,6 +202,8 @@ impl<T> Tiles<T> {
 pub(crate) trait Level {
     /// Bytes of an element of q and P.
     const OPERAND: usize;
+    /// Keys of one line of V.
+    const DEPTH: usize;
     const SCORES: Tiles<ScoresTile>;
     const VALUES: Tiles<ValuesTile>;
 }
@@ -220,7 +240,8 @@ pub(crate) unsafe fn values<L: Level>(rows: usize, p: *const u8, blocks: &Blocks
             let p = p.add(rows.start * CHUNK * L::OPERAND);
             let o = o.add(rows.start * head_dim + 16 * line);
             let correction = correction.add(rows.start);
-            kernel(&ValuesTile { p, blocks, at: line * LINE, fetch: rows.start == 0, correction, o });
+            let (at, steps) = (line * LINE, BLOCK_TOKENS / L::DEPTH);
+            kernel(&ValuesTile { p, blocks, at, steps, fetch: rows.start == 0, correction, o });
         }
     });
 }
@@ -283,7 +304,7 @@ pub(crate) unsafe fn values_tile<S: Lanes, P: Product<S>, const MR: usize, const
             let from = blocks.at[block].add(t.at);
             let ahead = blocks.ahead[block];
             let ahead = if t.fetch && !ahead.is_null() { ahead.wrapping_add(t.at) } else { from };
-            for step in 0..BLOCK_TOKENS / P::DEPTH {
+            for step in 0..t.steps {
                 let at = step * head_dim * 4;
                 let mut b = [from; NV];
                 for v in 0..NV {
@@ -440,6 +461,8 @@ macro_rules! attention_level {
                 Operand::F32 => 4,
                 Operand::Bf16 => 2,
             };
+            const DEPTH: usize =
+                <$product as $crate::attention::vector::Product<$simd>>::DEPTH;
             const SCORES: $crate::attention::vector::Tiles<$crate::attention::vector::ScoresTile> =
                 $crate::attention::vector::Tiles {
                     wide: &[$((

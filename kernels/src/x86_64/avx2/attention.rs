@@ -1,6 +1,7 @@
 //! Attention with AVX2 and FMA: bf16 K and V are widened to f32 in registers, q and P stay f32.
 //!
-//! 6 rows x 16 keys: 12 accumulators, two operands and a broadcast fill the 16 registers.
+//! 6 rows x 16 keys of f32: 12 accumulators, two operands and a broadcast fill the 16 registers. Widening bf16 takes two more:
+//! 5 rows.
 
 use super::simd::Avx2;
 use crate::attention::kernels::{AttentionKernels, Operand};
@@ -12,5 +13,5 @@ attention_level!(
 );
 attention_level!(
     BF16, Avx2Bf16, "avx2,fma,f16c", Avx2, Widened, F32, pack_block_bf16,
-    wide: [(1, 4), (2, 2), (3, 2), (4, 1), (5, 1), (6, 1)]
+    wide: [(1, 4), (2, 2), (3, 1), (4, 1), (5, 1)]
 );

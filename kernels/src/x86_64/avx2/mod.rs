@@ -6,6 +6,7 @@
 pub(crate) mod attention;
 mod integer;
 mod lanes;
+pub(crate) mod scan;
 mod simd;
 
 use crate::isa::Isa;
