@@ -7,6 +7,7 @@
 
 pub mod act;
 pub mod attention;
+pub mod bench;
 pub mod gemm;
 pub mod isa;
 pub mod kv;

@@ -247,6 +247,18 @@ impl Matrix {
             + size_of_val(&*self.group_zeros)
     }
 
+    /// A copy in memory of its own.
+    pub(crate) fn copied(&self) -> Matrix {
+        Matrix {
+            shape: self.shape,
+            codes: self.codes.copied(),
+            column_scales: self.column_scales.copied(),
+            group_scales: self.group_scales.copied(),
+            group_zeros: self.group_zeros.copied(),
+            unit: self.unit,
+        }
+    }
+
     pub(crate) fn panels(&self) -> usize {
         self.shape.panels()
     }

@@ -146,6 +146,15 @@ impl<T: AnyBitPattern + NoUninit> Store<T> {
         Some(Store::Mapped { owner: owner.clone(), offset, len, _values: PhantomData })
     }
 
+    pub(crate) fn copied(&self) -> Store<T>
+    where
+        T: Zeroable,
+    {
+        let mut copy = AlignedBuf::zeroed(self.len());
+        copy.copy_from_slice(self);
+        Store::Owned(copy)
+    }
+
     pub(crate) fn bytes(&self) -> &[u8] {
         bytemuck::cast_slice(self)
     }

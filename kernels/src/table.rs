@@ -94,6 +94,21 @@ pub(crate) struct RowKernels {
     pub(crate) add_scaled: unsafe fn(x: &mut [f32], weight: f32, y: &[f32]),
 }
 
+/// Runs a level's arithmetic out of registers for about a millisecond and returns the number of operations done.
+///
+/// # Safety
+/// The CPU has the level's instructions.
+pub(crate) type PeakFn = unsafe fn() -> f64;
+
+/// What the level's arithmetic units can do, for judging kernels: the operations a kernel can not do without, from registers.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct PeakKernels {
+    pub(crate) f32: PeakFn,
+    pub(crate) bf16: PeakFn,
+    pub(crate) int8: PeakFn,
+    pub(crate) int4: PeakFn,
+}
+
 /// Everything one level computes with.
 #[derive(Debug)]
 pub(crate) struct KernelTable {
@@ -110,6 +125,7 @@ pub(crate) struct KernelTable {
     /// 4-bit weights (always grouped).
     pub(crate) i4: TileKernels,
     pub(crate) rows: RowKernels,
+    pub(crate) peaks: PeakKernels,
 }
 
 impl KernelTable {

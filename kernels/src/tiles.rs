@@ -1,7 +1,7 @@
 //! The tile kernels, written once for all vector levels.
 //!
 //! `MR` rows by `NV` vectors of columns stay in registers over the whole of K; a panel that is wider than `NV` vectors is
-//! walked once per part. The order of every sum depends on K and the groups only, never on MR or NV.
+//! walked once per part. Whichever operand takes fewer registers is held, the other streams through. The order of every sum depends on K and the groups only, never on MR or NV.
 
 use crate::simd::{Bf16Dot, ByteDot, Simd};
 use crate::table::{PANEL, SUM_BLOCK, Tile};
@@ -56,6 +56,19 @@ pub(crate) unsafe fn f32_tile<S: Simd, const MR: usize, const NV: usize>(t: &Til
             for block in 0..t.k / SUM_BLOCK {
                 pace.step::<S>();
                 for k in block * SUM_BLOCK..(block + 1) * SUM_BLOCK {
+                    if NV > MR {
+                        let mut a = [S::zero(); MR];
+                        for row in 0..MR {
+                            a[row] = S::splat(act(t, row, 4 * k));
+                        }
+                        for v in 0..NV {
+                            let w = S::load(panel.add(k * PANEL + v * S::LANES));
+                            for row in 0..MR {
+                                acc[row][v] = S::fma(a[row], w, acc[row][v]);
+                            }
+                        }
+                        continue;
+                    }
                     let mut w = [S::zero(); NV];
                     for v in 0..NV {
                         w[v] = S::load(panel.add(k * PANEL + v * S::LANES));
@@ -88,6 +101,20 @@ pub(crate) unsafe fn bf16_tile<S: Simd, const MR: usize, const NV: usize>(t: &Ti
                 for pair in block * (SUM_BLOCK / 2)..(block + 1) * (SUM_BLOCK / 2) {
                     let from = panel.add(pair * PANEL * 4);
                     for half in 0..2 {
+                        if NV > MR {
+                            let mut a = [S::zero(); MR];
+                            for row in 0..MR {
+                                a[row] = S::splat(act(t, row, 4 * (2 * pair + half)));
+                            }
+                            for v in 0..NV {
+                                let pairs = S::load_i(from.add(v * S::LANES * 4));
+                                let w = if half == 0 { S::bf16_low(pairs) } else { S::bf16_high(pairs) };
+                                for row in 0..MR {
+                                    acc[row][v] = S::fma(a[row], w, acc[row][v]);
+                                }
+                            }
+                            continue;
+                        }
                         let mut w = [S::zero(); NV];
                         for v in 0..NV {
                             let pairs = S::load_i(from.add(v * S::LANES * 4));

@@ -10,7 +10,7 @@ pub(crate) mod rows;
 pub(crate) mod scan;
 
 use crate::isa::Isa;
-use crate::table::{Form, KernelTable, RowKernels};
+use crate::table::{Form, KernelTable, PeakKernels, RowKernels};
 
 pub(crate) static TABLE: KernelTable = KernelTable {
     isa: Isa::Scalar,
@@ -29,4 +29,19 @@ pub(crate) static TABLE: KernelTable = KernelTable {
         row_max: rows::row_max,
         add_scaled: rows::add_scaled,
     },
+    peaks: PeakKernels { f32: peak, bf16: peak, int8: peak, int4: peak },
 };
+
+/// Independent scalar multiply-adds; what portable code could at best do without vectors.
+fn peak() -> f64 {
+    const STEPS: u32 = 200_000;
+    let mut sums = [1f32; 12];
+    let factor = std::hint::black_box(0.999f32);
+    for _ in 0..STEPS {
+        for sum in &mut sums {
+            *sum = *sum * factor + 0.001;
+        }
+    }
+    std::hint::black_box(sums);
+    f64::from(STEPS) * 12.0 * 2.0
+}

@@ -6,6 +6,7 @@
 pub(crate) mod attention;
 mod integer;
 mod lanes;
+mod peaks;
 pub(crate) mod scan;
 mod simd;
 
@@ -16,8 +17,13 @@ use crate::tiles::{self, DotI4, DotI8};
 use integer::{PairI8, WideI4};
 use simd::{Avx2, AvxVnni};
 
-/// Few rows take the whole panel at once, for longer independent chains; more rows take half of it.
+/// Few rows take the whole panel at once, for longer independent chains; more rows take half of it. Integer steps need a
+/// register for the product and some for unpacking, so their tiles are smaller.
 macro_rules! by_rows {
+    ($name:ident, $split:expr, four) => {{
+        const TABLE: [TileFn; 4] = [$name::<1, 4>, $name::<2, 4>, $name::<3, 2>, $name::<4, 2>];
+        TileKernels { by_rows: &TABLE, split_from: $split }
+    }};
     ($name:ident, $split:expr) => {{
         const TABLE: [TileFn; 6] =
             [$name::<1, 4>, $name::<2, 4>, $name::<3, 4>, $name::<4, 2>, $name::<5, 2>, $name::<6, 2>];
@@ -56,10 +62,11 @@ pub(crate) static AVX2: KernelTable = KernelTable {
     i8_form: Form::I8I16,
     f32: by_rows!(f32, usize::MAX),
     bf16: by_rows!(bf16, usize::MAX),
-    i8_row: by_rows!(i8_row, usize::MAX),
-    i8_group: by_rows!(i8_group, usize::MAX),
-    i4: by_rows!(i4, usize::MAX),
+    i8_row: by_rows!(i8_row, usize::MAX, four),
+    i8_group: by_rows!(i8_group, usize::MAX, four),
+    i4: by_rows!(i4, usize::MAX, four),
     rows: ROWS,
+    peaks: peaks::AVX2,
 };
 
 pub(crate) static AVX_VNNI: KernelTable = KernelTable {
@@ -72,6 +79,7 @@ pub(crate) static AVX_VNNI: KernelTable = KernelTable {
     i8_group: by_rows!(vnni_i8_group, usize::MAX),
     i4: by_rows!(vnni_i4, usize::MAX),
     rows: ROWS,
+    peaks: peaks::AVX_VNNI,
 };
 
 /// The portable row operations, compiled for 256-bit vectors: the same bits, vectorised.
