@@ -1,7 +1,19 @@
 //! The executable `ernied`: `serve` is the supervisor, `worker` the engine process that the supervisor starts.
 
+use ernied::cli::{Role, role};
 use std::process::ExitCode;
 
 fn main() -> ExitCode {
-    ernied::cli::main()
+    match role() {
+        Role::Serve(config, sources) => ernied::app::main(*config, *sources),
+        Role::Worker => match ernied::system::sockets::worker_socket() {
+            Ok(socket) => ernied::worker::run(socket),
+            Err(e) => {
+                eprintln!("ernied worker: {e}; this role is started by `ernied serve`, never by hand");
+                ExitCode::FAILURE
+            }
+        },
+        Role::BenchKernels => ernied::worker::bench_kernels(),
+        Role::Done(code) => code,
+    }
 }

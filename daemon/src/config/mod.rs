@@ -4,6 +4,18 @@
 //! with positions; `layers` chooses the winning origin of every setting; `resolve` checks all of them and builds the
 //! types below, reporting every error at once. `reload` compares two configurations.
 
+pub mod file;
+pub mod layers;
+pub mod parse;
+pub mod preflight;
+pub mod reload;
+mod resolve;
+pub mod settings;
+pub mod show;
+
+pub use layers::Sources;
+pub use resolve::{Environment, resolve};
+
 use ernie_proto::worker::{Dtype, Quantization};
 use std::fmt;
 use std::net::IpAddr;
@@ -199,3 +211,62 @@ impl fmt::Debug for Secret {
         f.write_str("(secret)")
     }
 }
+
+/// One thing that is wrong: which key, said where, what value, why, and what to do.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ConfigError {
+    pub key: String,
+    pub origin: String,
+    /// `None`: absent, or a secret.
+    pub value: Option<String>,
+    pub message: String,
+    pub remedy: String,
+}
+
+impl ConfigError {
+    /// About the file itself.
+    pub(crate) fn file(path: &std::path::Path, line: Option<usize>, message: String, remedy: &str) -> Self {
+        let place = path.display();
+        Self {
+            key: String::new(),
+            origin: line.map_or_else(|| place.to_string(), |l| format!("{place}:{l}")),
+            value: None,
+            message,
+            remedy: remedy.to_owned(),
+        }
+    }
+}
+
+impl fmt::Display for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if self.key.is_empty() {
+            write!(f, "{}: {}", self.origin, self.message)?;
+        } else if let Some(value) = &self.value {
+            write!(f, "{} = {value:?} ({}): {}", self.key, self.origin, self.message)?;
+        } else {
+            write!(f, "{} ({}): {}", self.key, self.origin, self.message)?;
+        }
+        write!(f, "; {}", self.remedy)
+    }
+}
+
+/// Everything that is wrong, never the first only.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ConfigErrors(pub Vec<ConfigError>);
+
+impl fmt::Display for ConfigErrors {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0.as_slice() {
+            [one] => write!(f, "the configuration has an error: {one}"),
+            many => {
+                write!(f, "the configuration has {} errors:", many.len())?;
+                many.iter().try_for_each(|e| write!(f, "\n  {e}"))
+            }
+        }
+    }
+}
+
+impl std::error::Error for ConfigErrors {}
+
+#[cfg(test)]
+mod tests;

@@ -5,12 +5,18 @@
 use super::rollout::RolloutPhase;
 use super::status::WorkerFailure;
 use ernie_proto::ids::{DeploymentId, RequestId, WorkerId};
+use ernie_proto::worker::StepStats;
 use std::time::Duration;
 use tracing::{error, info, warn};
 
 /// Is told everything. Must not block: the supervisor waits for it.
 pub trait FleetObserver: Send + Sync + 'static {
     fn on(&self, event: &FleetEvent);
+
+    /// A worker reported a step. Comes often: hundreds of times a second.
+    fn step(&self, slot: u32, worker: WorkerId, stats: &StepStats) {
+        let _ = (slot, worker, stats);
+    }
 }
 
 /// One thing that happened.

@@ -1,0 +1,330 @@
+//! The command line. Every verb has an example in its help.
+
+use clap::{Args, Parser, Subcommand};
+use std::path::PathBuf;
+
+/// Looks after a running ernied.
+#[derive(Debug, Parser)]
+#[command(name = "ernie-ctl", version, max_term_width = 110)]
+pub(crate) struct Cli {
+    /// Admin socket of the daemon [default: the one of this user's daemon, else /run/ernied/admin.sock]
+    #[arg(long, global = true, env = ernie_proto::admin::SOCKET_VARIABLE, value_name = "PATH")]
+    pub(crate) socket: Option<PathBuf>,
+    /// Print JSON, for programs
+    #[arg(long, global = true)]
+    pub(crate) json: bool,
+    #[command(subcommand)]
+    pub(crate) verb: Verb,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Verb {
+    /// Everything at a glance: model, workers, queue, KV, throughput
+    #[command(after_help = "Examples:\n  ernie-ctl status\n  ernie-ctl status --json | jq .kv.usage\n  ernie-ctl status --check && echo ready")]
+    Status {
+        /// Exit with 4 when the daemon is not ready
+        #[arg(long)]
+        check: bool,
+        /// Draw again every N seconds
+        #[arg(long, value_name = "SECONDS", num_args = 0..=1, default_missing_value = "2")]
+        watch: Option<f64>,
+    },
+    /// A live screen: throughput, queue, KV cache, workers, rollout
+    Top {
+        #[arg(long, value_name = "SECONDS", default_value_t = 1.0)]
+        interval: f64,
+    },
+    /// The worker processes
+    #[command(after_help = "Examples:\n  ernie-ctl workers\n  ernie-ctl workers restart w1 --graceful")]
+    Workers {
+        #[command(subcommand)]
+        act: Option<WorkersAct>,
+    },
+    /// Take no new requests and let the running ones end
+    #[command(after_help = "Examples:\n  ernie-ctl drain --timeout 60\n  ernie-ctl drain --exit")]
+    Drain {
+        /// Seconds the running requests may take [default: server.drain_timeout]
+        #[arg(long, value_name = "SECONDS")]
+        timeout: Option<f64>,
+        /// End the daemon when drained
+        #[arg(long)]
+        exit: bool,
+    },
+    /// Read the configuration file again and apply what can be applied, or nothing
+    Reload,
+    /// Settings: where they come from, what a reload would change
+    #[command(after_help = "Examples:\n  ernie-ctl config show --origin\n  ernie-ctl config diff\n  ernie-ctl config set logging.level debug\n  ernie-ctl config set logging.level --unset")]
+    Config {
+        #[command(subcommand)]
+        act: ConfigAct,
+    },
+    /// The log: level, rotation, last lines
+    #[command(after_help = "Examples:\n  ernie-ctl logs level info,ernied::supervisor=debug\n  ernie-ctl logs rotate\n  ernie-ctl logs tail -n 50 --follow")]
+    Logs {
+        #[command(subcommand)]
+        act: LogsAct,
+    },
+    /// API keys
+    #[command(after_help = "Examples:\n  ernie-ctl key create chat-app --rpm 600 --daily-tokens 2000000\n  ernie-ctl key list\n  ernie-ctl key revoke chat-app")]
+    Key {
+        #[command(subcommand)]
+        act: KeyAct,
+    },
+    /// Tokens and requests per key and day
+    Usage {
+        /// Days back, today included
+        #[arg(long, default_value_t = 7)]
+        days: u32,
+    },
+    /// Who did what: list, show, verify, export
+    #[command(after_help = "Examples:\n  ernie-ctl audit list --act key\n  ernie-ctl audit show 42\n  ernie-ctl audit verify\n  ernie-ctl audit export > audit.jsonl")]
+    Audit {
+        #[command(subcommand)]
+        act: AuditAct,
+    },
+    /// Replace the model by another one, without a lost request
+    #[command(after_help = "Examples:\n  ernie-ctl swap models/ERNIE-4.5-0.3B-PT-v2 --observe 600\n  ernie-ctl swap models/v2 --canary 10")]
+    Swap(SwapArgs),
+    /// Go back to the previous model
+    Rollback {
+        /// Why, for the audit store
+        #[arg(long)]
+        reason: Option<String>,
+    },
+    /// Drop the cached prefixes of all workers
+    ResetPrefixCache,
+    /// The daemon's metrics as text
+    Metrics,
+    /// Follow what happens: workers, rollouts, administrative acts
+    Events {
+        /// Begin with the last N events
+        #[arg(short = 'n', long, default_value_t = 10)]
+        lines: u32,
+    },
+    /// Chat with the model in the terminal
+    #[command(after_help = "Examples:\n  ernie-ctl chat\n  ernie-ctl chat -m 请用一句话介绍人工智能")]
+    Chat(ChatArgs),
+    /// Look for what is wrong, with the command that mends it; works with the daemon down
+    #[command(after_help = "Examples:\n  ernie-ctl doctor\n  ernie-ctl doctor --model models/ERNIE-4.5-0.3B-PT --port 8000")]
+    Doctor(DoctorArgs),
+    /// Load the API and measure it
+    #[command(after_help = "Examples:\n  ernie-ctl bench --profile a10-512-256\n  ernie-ctl bench --concurrency 16 --input 128 --output 64 --requests 64\n  ernie-ctl bench --compare http://other:8000 --profile c100-320")]
+    Bench(BenchArgs),
+    /// Print a completion script for a shell
+    Completions { shell: clap_complete::Shell },
+    /// Write man pages into a folder
+    #[command(hide = true)]
+    Man { dir: PathBuf },
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum WorkersAct {
+    /// Replace a worker process; its requests go on at the next one
+    Restart {
+        /// As shown by `workers`: w3
+        worker: String,
+        /// Let its running requests end first
+        #[arg(long)]
+        graceful: bool,
+    },
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum ConfigAct {
+    /// All settings in force
+    Show {
+        /// Where each value comes from
+        #[arg(long)]
+        origin: bool,
+        /// Only settings that are not at their default
+        #[arg(long)]
+        changed: bool,
+    },
+    /// What a reload would change
+    Diff,
+    /// Change a setting until the next restart
+    Set {
+        key: String,
+        #[arg(required_unless_present = "unset")]
+        value: Option<String>,
+        /// Go back to file and flags
+        #[arg(long, conflicts_with = "value")]
+        unset: bool,
+    },
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum LogsAct {
+    /// Level, file, dropped lines
+    Show,
+    /// Change the level at once
+    Level { level: String },
+    /// Begin a new log file
+    Rotate,
+    /// The last lines of the log file
+    Tail {
+        #[arg(short = 'n', long, default_value_t = 20)]
+        lines: usize,
+        /// Go on with new lines, over rotations
+        #[arg(short, long)]
+        follow: bool,
+    },
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum KeyAct {
+    /// Make a key; it is shown once
+    Create(KeyArgs),
+    /// All keys
+    List,
+    /// End a key at once
+    Revoke {
+        /// Id or name
+        key: String,
+    },
+    /// A new secret with the old limits; the old one ends
+    Rotate {
+        /// Id or name
+        key: String,
+    },
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct KeyArgs {
+    /// What the key is for
+    #[arg(required_unless_present = "name_flag")]
+    pub(crate) name: Option<String>,
+    #[arg(long = "name", value_name = "NAME", hide = true, conflicts_with = "name")]
+    pub(crate) name_flag: Option<String>,
+    /// inference: the whole API; monitor: metrics and health only
+    #[arg(long, default_value = "inference")]
+    pub(crate) scope: String,
+    /// Requests per minute
+    #[arg(long, default_value_t = 0)]
+    pub(crate) rpm: u32,
+    /// Tokens per minute
+    #[arg(long, default_value_t = 0)]
+    pub(crate) tpm: u32,
+    /// Tokens per UTC day
+    #[arg(long, default_value_t = 0)]
+    pub(crate) daily_tokens: u64,
+    /// Requests at the same time
+    #[arg(long, default_value_t = 0)]
+    pub(crate) max_concurrency: u32,
+    /// Days until it expires
+    #[arg(long, value_name = "DAYS")]
+    pub(crate) expires: Option<f64>,
+    /// Served names it may use [default: all]
+    #[arg(long, value_delimiter = ',')]
+    pub(crate) models: Vec<String>,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum AuditAct {
+    /// The newest rows
+    List {
+        /// Only this act or group of acts: key, key.create, rollout
+        #[arg(long)]
+        act: Option<String>,
+        #[arg(short = 'n', long, default_value_t = 30)]
+        limit: u32,
+    },
+    /// One row with everything
+    Show { seq: i64 },
+    /// Check the hash chain; exit 1 when it is broken
+    Verify,
+    /// All rows as JSON lines
+    Export,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct SwapArgs {
+    /// Folder of the new model
+    pub(crate) model: PathBuf,
+    /// Names to serve it under [default: the present ones]
+    #[arg(long)]
+    pub(crate) served_model_name: Vec<String>,
+    /// auto, side-by-side, stop-first
+    #[arg(long, default_value = "auto")]
+    pub(crate) strategy: String,
+    /// Seconds the old one stays warm
+    #[arg(long, default_value_t = 600.0)]
+    pub(crate) observe: f64,
+    /// Share of the keys that go to the new one meanwhile, in percent
+    #[arg(long)]
+    pub(crate) canary: Option<f64>,
+    /// Take a model without a manifest
+    #[arg(long)]
+    pub(crate) force_unsealed: bool,
+    /// Do not wait for the end
+    #[arg(long)]
+    pub(crate) no_wait: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ApiArgs {
+    /// Base of the API [default: asked of the daemon]
+    #[arg(long, env = "ERNIED_URL")]
+    pub(crate) url: Option<String>,
+    /// API key
+    #[arg(long, env = "ERNIED_API_KEY", hide_env_values = true)]
+    pub(crate) api_key: Option<String>,
+    /// Served name [default: the first one the API lists]
+    #[arg(long)]
+    pub(crate) model: Option<String>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct ChatArgs {
+    #[command(flatten)]
+    pub(crate) api: ApiArgs,
+    /// Ask this and leave
+    #[arg(short, long)]
+    pub(crate) message: Option<String>,
+    /// System message
+    #[arg(long)]
+    pub(crate) system: Option<String>,
+    #[arg(long)]
+    pub(crate) temperature: Option<f32>,
+    #[arg(long, default_value_t = 512)]
+    pub(crate) max_tokens: u32,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct DoctorArgs {
+    /// Model folder to look at [default: the one that is served]
+    #[arg(long)]
+    pub(crate) model: Option<PathBuf>,
+    /// Port to look at
+    #[arg(long, default_value_t = 8000)]
+    pub(crate) port: u16,
+    /// State directory to look at
+    #[arg(long)]
+    pub(crate) state_dir: Option<PathBuf>,
+    /// Only this check: port, model, disk, memory, cpu, limits, clock, permissions, space, crashes, api
+    pub(crate) check: Option<String>,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct BenchArgs {
+    #[command(flatten)]
+    pub(crate) api: ApiArgs,
+    /// A named load: a10-512-256 (N2), batch8 (E3), c100-320 (N6), chat (short), long
+    #[arg(long)]
+    pub(crate) profile: Option<String>,
+    /// Requests at the same time
+    #[arg(long)]
+    pub(crate) concurrency: Option<u32>,
+    /// Prompt tokens, about
+    #[arg(long)]
+    pub(crate) input: Option<u32>,
+    /// Tokens to generate, exactly
+    #[arg(long)]
+    pub(crate) output: Option<u32>,
+    /// Requests in all
+    #[arg(long)]
+    pub(crate) requests: Option<u32>,
+    /// A second server to measure right after, side by side
+    #[arg(long, value_name = "URL")]
+    pub(crate) compare: Option<String>,
+}

@@ -1,0 +1,3 @@
+//! The control plane over a real socket.
+
+use super::*;

@@ -1,1 +1,0 @@
-//! Builds everything, knows everyone, contains no logic.

@@ -1,0 +1,285 @@
+//! Builds everything, knows everyone, contains no logic.
+//!
+//! `listen` accepts connections, `life` waits for signals and for the fleet and walks the daemon to its end, `observe`
+//! turns what happens in the fleet into metrics and audit rows, `demo` and `revision` say what is served.
+
+mod demo;
+mod life;
+mod listen;
+mod observe;
+mod revision;
+
+use crate::config::{Config, ModelSource, Sources};
+use crate::cli::{EXIT_ADDRESS, EXIT_CONFIG, complain};
+use crate::supervisor::{self, DeploymentSpec, LivenessSettings, PoisonSettings, ReexecWorker, RestartSettings, SupervisorSettings};
+use crate::system::{memory, notify, sockets};
+use crate::telemetry::logging::{Logging, Milestones};
+use crate::telemetry::metrics::{CacheSettings, Metrics, MetricsSetup};
+use crate::text::TextModel;
+use ernie_proto::worker::Load;
+use std::net::SocketAddr;
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Instant;
+
+/// Threads of the main runtime: HTTP, supervision, control. Compute has its own, in the workers.
+const RUNTIME_THREADS_MAX: usize = 4;
+/// Text work that may run at the same time (tokenizing, templates).
+const BLOCKING_THREADS_MAX: usize = 16;
+
+/// Runs the daemon to its end.
+pub fn main(config: Config, sources: Sources) -> ExitCode {
+    // Before anything else opens a descriptor: they begin at 3.
+    let inherited = match sockets::inherited() {
+        Ok(inherited) => inherited,
+        Err(e) => {
+            complain(&format!("ernied: systemd's sockets can not be used: {e}"));
+            return ExitCode::from(EXIT_ADDRESS);
+        }
+    };
+    let logging = match Logging::start(&config.logging) {
+        Ok(logging) => logging,
+        Err(e) => {
+            complain(&format!("ernied: {e}"));
+            return ExitCode::from(EXIT_CONFIG);
+        }
+    };
+    let threads = std::thread::available_parallelism().map_or(2, usize::from).clamp(2, RUNTIME_THREADS_MAX);
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(threads)
+        .max_blocking_threads(BLOCKING_THREADS_MAX)
+        .thread_name("ernied")
+        .enable_all()
+        .build();
+    let code = match runtime {
+        Ok(runtime) => {
+            let code = runtime.block_on(run(config, sources, inherited, &logging));
+            // What still blocks (a tokenizer at work) must not hold up the end.
+            runtime.shutdown_background();
+            code
+        }
+        Err(e) => {
+            tracing::error!("the runtime can not be started: {e}");
+            ExitCode::FAILURE
+        }
+    };
+    drop(logging);
+    code
+}
+
+async fn run(config: Config, sources: Sources, inherited: sockets::Inherited, logging: &Logging) -> ExitCode {
+    match start(config, sources, inherited, logging).await {
+        Ok(daemon) => daemon.live().await,
+        Err(e) => {
+            tracing::error!("{e}");
+            notify::stopping(&e.to_string());
+            match e {
+                StartError::Bind(_) => ExitCode::from(EXIT_ADDRESS),
+                _ => ExitCode::FAILURE,
+            }
+        }
+    }
+}
+
+/// Why the daemon did not start.
+#[derive(Debug, thiserror::Error)]
+enum StartError {
+    #[error(transparent)]
+    Bind(#[from] sockets::BindError),
+    #[error("state directory {path}: {source}; make it writable for this user, or give another with --state-dir DIR")]
+    StateDir { path: PathBuf, source: std::io::Error },
+    #[error("another ernied uses state directory {path}; give this one its own with --state-dir DIR")]
+    StateDirTaken { path: PathBuf },
+    #[error(transparent)]
+    Demo(#[from] demo::UnpackError),
+    #[error("the text side of {dir} can not be loaded: {source}")]
+    Text { dir: PathBuf, source: crate::text::TextError },
+    #[error("{what}: {source}")]
+    System { what: &'static str, source: std::io::Error },
+    #[error(transparent)]
+    Audit(#[from] crate::audit::StoreError),
+}
+
+async fn start(
+    config: Config,
+    sources: Sources,
+    inherited: sockets::Inherited,
+    logging: &Logging,
+) -> Result<life::Daemon, StartError> {
+    let started = Instant::now();
+    let milestones = Milestones::new(config.logging.format);
+    milestones.starting();
+    for notice in sources.layers.notices() {
+        tracing::warn!("{notice}");
+    }
+    // Signals from here on are ours, so that an early SIGTERM ends a long load in good order.
+    let signals = crate::system::signals::Signals::new()
+        .map_err(|source| StartError::System { what: "signals can not be received", source })?;
+    // Addresses first: a port that is taken shows at once, not after a long load.
+    let api = match inherited.http {
+        Some(listener) => listener,
+        None => sockets::tcp(config.server.host, config.server.port)?,
+    };
+    let address = api
+        .local_addr()
+        .map_err(|source| StartError::System { what: "the listener has no address", source })?;
+    let uds = config.server.uds.as_deref().map(|path| sockets::unix(path, 0o666)).transpose()?;
+    let state_lock = state_dir(&config.paths.state_dir)?;
+    let admin_socket = match inherited.admin {
+        Some(listener) => listener,
+        None => sockets::unix(&config.admin.socket, config.admin.mode)?,
+    };
+
+    let model_dir = match &config.model.source {
+        ModelSource::Dir(dir) => dir.canonicalize().unwrap_or_else(|_| dir.clone()),
+        ModelSource::Demo => demo::unpack(&config.paths.state_dir)?,
+    };
+    milestones.loading(&model_dir.display().to_string());
+    let text_dir = config.model.tokenizer.clone().unwrap_or_else(|| model_dir.clone());
+    let text = load_text(text_dir.clone()).await?;
+    let spec = deployment(&config, &model_dir, text);
+    milestones.engine_config(
+        &model_dir.display().to_string(),
+        &text_dir.display().to_string(),
+        dtype_word(config.model.dtype),
+    );
+
+    let metrics = Arc::new(Metrics::new(metrics_setup(&config, &model_dir)));
+    let audit = crate::audit::start(&config.paths.state_dir, &config.audit, Arc::clone(&metrics)).await?;
+    let keys = crate::keys::KeyStore::start(&config.server.api_keys, &audit).await?;
+    let observers = observe::observers(&metrics, &audit);
+    let fleet = supervisor::start(supervisor_settings(&config), Arc::new(ReexecWorker), observers, spec);
+
+    let http = crate::http::build(&config, &fleet, &metrics, &keys);
+    let front = listen::Front::start(api, uds, &http)
+        .map_err(|source| StartError::System { what: "the API can not be served", source })?;
+    let control = crate::admin::Control::new(crate::admin::Parts {
+        config,
+        sources,
+        fleet: fleet.clone(),
+        metrics,
+        audit,
+        keys,
+        log: logging.control().clone(),
+        listening: vec![url(address)],
+        started,
+    });
+    crate::admin::serve(admin_socket, &control)
+        .map_err(|source| StartError::System { what: "the admin socket can not be served", source })?;
+    Ok(life::Daemon { signals, milestones, fleet, http, front, control, url: url(address), _state_lock: state_lock })
+}
+
+async fn load_text(dir: PathBuf) -> Result<Arc<TextModel>, StartError> {
+    let path = dir.clone();
+    let loaded = tokio::task::spawn_blocking(move || TextModel::load(&path)).await;
+    match loaded {
+        Ok(Ok(text)) => Ok(Arc::new(text)),
+        Ok(Err(source)) => Err(StartError::Text { dir, source }),
+        Err(e) => Err(StartError::System { what: "the tokenizer could not be loaded", source: std::io::Error::other(e) }),
+    }
+}
+
+/// Makes the folder and locks it; the lock lives as long as the file that is returned.
+fn state_dir(path: &Path) -> Result<std::fs::File, StartError> {
+    let fail = |source| StartError::StateDir { path: path.to_owned(), source };
+    std::fs::create_dir_all(path).map_err(fail)?;
+    let lock = std::fs::OpenOptions::new().create(true).truncate(false).write(true).open(path.join("lock")).map_err(fail)?;
+    match rustix::fs::flock(&lock, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
+        Ok(()) => Ok(lock),
+        Err(rustix::io::Errno::WOULDBLOCK) => Err(StartError::StateDirTaken { path: path.to_owned() }),
+        Err(e) => Err(fail(e.into())),
+    }
+}
+
+fn deployment(config: &Config, model_dir: &Path, text: Arc<TextModel>) -> DeploymentSpec {
+    let load = Load {
+        model_dir: model_dir.to_owned(),
+        dtype: config.model.dtype,
+        quantization: config.model.quantization,
+        max_model_len: config.model.max_model_len,
+        max_num_seqs: config.engine.max_num_seqs,
+        max_num_batched_tokens: config.engine.max_num_batched_tokens,
+        kv_cache_bytes: config.engine.kv_cache_bytes,
+        memory_bytes: memory_bytes(config),
+        max_prefill_chunk: None,
+        swap_policy: ernie_proto::worker::SwapPolicy::default(),
+        manifest: Vec::new(),
+        enable_prefix_caching: config.engine.enable_prefix_caching,
+        threads: config.engine.threads,
+        pin_threads: config.engine.pin_threads,
+        seed: config.engine.seed,
+        swap_space_bytes: config.engine.swap_space_bytes,
+        vocabulary: Arc::new(text.vocabulary()),
+    };
+    DeploymentSpec {
+        served_names: config.model.served_names.clone(),
+        revision: revision::of(model_dir),
+        model_dir: model_dir.to_owned(),
+        text,
+        load,
+        workers: config.workers.count,
+    }
+}
+
+/// What one worker may use: the configured share of the limit, split evenly.
+fn memory_bytes(config: &Config) -> u64 {
+    let limit = memory::limit_bytes().unwrap_or(0) as f64;
+    (limit * f64::from(config.engine.memory_fraction)) as u64 / u64::from(config.workers.count.max(1))
+}
+
+fn supervisor_settings(config: &Config) -> SupervisorSettings {
+    let w = &config.workers;
+    let under_way = config.limits.max_queued_requests as usize + (config.engine.max_num_seqs * w.count) as usize;
+    SupervisorSettings {
+        requests_max: under_way,
+        liveness: LivenessSettings {
+            ping_interval: w.ping_interval,
+            load_timeout: w.load_timeout,
+            stall_timeout: w.stall_timeout,
+            ..LivenessSettings::default()
+        },
+        restart: RestartSettings {
+            backoff: w.restart_backoff,
+            backoff_max: w.restart_backoff_max,
+            crash_loop_deaths: w.crash_loop_deaths,
+            window: w.crash_loop_window,
+        },
+        poison: PoisonSettings::default(),
+        ..SupervisorSettings::default()
+    }
+}
+
+fn metrics_setup(config: &Config, model_dir: &Path) -> MetricsSetup {
+    // The token buckets need the longest sequence before anything is loaded; the checkpoint's own limit is one key of its
+    // config. A folder that has none is refused by the worker with a better sentence.
+    let checkpoint = std::fs::read(model_dir.join("config.json"))
+        .ok()
+        .and_then(|bytes| serde_json::from_slice::<serde_json::Value>(&bytes).ok())
+        .and_then(|c| c["max_position_embeddings"].as_u64())
+        .and_then(|n| u32::try_from(n).ok());
+    MetricsSetup {
+        model_name: config.model.served_names[0].clone(),
+        engines: config.workers.count,
+        max_model_len: config.model.max_model_len.or(checkpoint).unwrap_or(131_072),
+        max_num_batched_tokens: config.engine.max_num_batched_tokens,
+        cache: CacheSettings {
+            enable_prefix_caching: config.engine.enable_prefix_caching,
+            gpu_memory_utilization: config.engine.memory_fraction.to_string(),
+            swap_space: (config.engine.swap_space_bytes as f64 / f64::from(1 << 30)).to_string(),
+        },
+        legacy_names: config.metrics.legacy_names,
+    }
+}
+
+fn dtype_word(dtype: ernie_proto::worker::Dtype) -> &'static str {
+    match dtype {
+        ernie_proto::worker::Dtype::Auto => "auto",
+        ernie_proto::worker::Dtype::Bfloat16 => "bfloat16",
+        ernie_proto::worker::Dtype::Float32 => "float32",
+    }
+}
+
+fn url(address: SocketAddr) -> String {
+    format!("http://{address}")
+}
