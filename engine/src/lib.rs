@@ -5,9 +5,13 @@
 
 pub mod config;
 pub mod engine;
+pub mod kv;
 pub mod outputs;
 pub mod params;
 pub mod runner;
+pub mod sampling;
+pub mod scheduler;
+pub mod sequence;
 
 pub use config::{EngineConfig, SwapConfig, SwapPolicy};
 pub use engine::{AddError, Engine, EngineError};

@@ -1,5 +1,7 @@
 //! What one step computes, flat: everything a runner needs and nothing it has to look up.
 
+use super::RunnerLimits;
+
 /// One step's work. Sequences lie one after the other in `tokens`; there is no prefill and no decode, a sequence just has
 /// one or more new tokens on top of what its blocks already hold.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -47,6 +49,22 @@ pub enum Want {
 }
 
 impl StepBatch {
+    /// An empty batch with memory for the largest that a runner takes (block tables that share more than half of their blocks
+    /// may still make it grow).
+    pub fn with_capacity(limits: &RunnerLimits) -> Self {
+        let tokens = limits.max_num_batched_tokens as usize;
+        let sequences = limits.max_num_seqs as usize;
+        Self {
+            tokens: Vec::with_capacity(tokens),
+            positions: Vec::with_capacity(tokens),
+            slots: Vec::with_capacity(tokens),
+            sequences: Vec::with_capacity(sequences),
+            block_tables: Vec::with_capacity(2 * limits.num_blocks as usize),
+            sample_rows: Vec::with_capacity(sequences),
+            copies: Vec::with_capacity(sequences),
+        }
+    }
+
     /// Empties it and keeps the memory.
     pub fn clear(&mut self) {
         let Self { tokens, positions, slots, sequences, block_tables, sample_rows, copies } = self;

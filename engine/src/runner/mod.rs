@@ -1,6 +1,7 @@
 //! The one backend trait: above it nobody knows what computes.
 
 pub mod batch;
+pub mod mirror;
 
 pub use batch::{BatchSequence, SampleRow, StepBatch, Want};
 
