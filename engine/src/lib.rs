@@ -6,6 +6,7 @@
 pub mod config;
 pub mod engine;
 pub mod kv;
+pub mod model;
 pub mod outputs;
 pub mod params;
 pub mod runner;

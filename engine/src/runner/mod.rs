@@ -1,7 +1,9 @@
 //! The one backend trait: above it nobody knows what computes.
 
 pub mod batch;
+pub mod cpu;
 pub mod mirror;
+pub mod options;
 
 pub use batch::{BatchSequence, SampleRow, StepBatch, Want};
 

@@ -1,0 +1,279 @@
+//! The whole model: weights by layer, and the forward pass over one step's flat batch.
+//!
+//! The residual stream stays in f32; every linear layer reads activations converted for its weight kind. A row's result
+//! depends on that row and its own KV history only, never on what else is in the batch (the kernels promise it, and
+//! nothing here mixes rows), so the last layer may drop the rows that nobody samples.
+
+use super::attention::{AttentionBlock, Paged, qkv_width};
+use super::config::ModelConfig;
+use super::mlp::Mlp;
+use super::moe::{MoeBlock, MoeInput, expert_counters};
+use super::observer::{Observer, Op};
+use super::parameters::{EMBEDDING, FINAL_NORM, HEAD, LayerNames};
+use super::weights::{Loader, RowKind, Rows, WeightsError};
+use super::workspace::Workspace;
+use ernie_kernels::{Arrange, KvKind, Matrix, Out, Pool, WeightKind, attention, gemm, rope_append};
+use std::ops::Range;
+
+/// In which form weights and KV blocks lie in memory.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct WeightPlan {
+    /// Linear layers of attention and dense MLPs, the shared experts among them.
+    pub linear: WeightKind,
+    pub experts: WeightKind,
+    pub head: WeightKind,
+    /// Values of the embedding when it is not looked up in the packed head.
+    pub embedding: RowKind,
+    pub kv: KvKind,
+}
+
+impl WeightPlan {
+    pub fn float32() -> Self {
+        let kind = WeightKind::F32;
+        Self { linear: kind, experts: kind, head: kind, embedding: RowKind::F32, kv: KvKind::F32 }
+    }
+
+    /// Everything in `kind`, the head too; bf16 embedding and KV.
+    pub fn uniform(kind: WeightKind) -> Self {
+        Self { linear: kind, experts: kind, head: kind, embedding: RowKind::Bf16, kv: KvKind::Bf16 }
+    }
+}
+
+#[derive(Debug)]
+pub struct Ernie {
+    config: ModelConfig,
+    /// `None`: rows are looked up in the packed head, which is the embedding.
+    embedding: Option<Rows>,
+    layers: Vec<Layer>,
+    final_norm: Vec<f32>,
+    head: Matrix,
+}
+
+#[derive(Debug)]
+struct Layer {
+    input_norm: Vec<f32>,
+    attention: AttentionBlock,
+    post_norm: Vec<f32>,
+    feed_forward: FeedForward,
+}
+
+#[derive(Debug)]
+enum FeedForward {
+    Dense(Mlp),
+    Moe(Box<MoeBlock>),
+}
+
+/// One step's input for [`Ernie::forward`].
+#[derive(Debug)]
+pub struct Step<'a> {
+    pub tokens: &'a [u32],
+    pub paged: Paged<'a>,
+    /// Tokens whose final state is wanted, strictly ascending.
+    pub sampled: &'a [u32],
+    /// Per MoE layer and expert; added to.
+    pub expert_tokens: &'a mut [Vec<u64>],
+}
+
+impl Ernie {
+    /// Takes every parameter from `loader`.
+    pub fn load(config: ModelConfig, plan: &WeightPlan, loader: &mut Loader<'_>) -> Result<Self, WeightsError> {
+        let tied = config.tie_word_embeddings;
+        // A quantised head is no place to look embeddings up in: they are kept high.
+        let head_is_embedding = tied && matches!(plan.head, WeightKind::Bf16 | WeightKind::F32);
+        let keep_rows = (!head_is_embedding).then_some(plan.embedding);
+        let embedding = loader.embedding(EMBEDDING, tied.then_some(plan.head), keep_rows)?;
+        let layers = (0..config.num_layers).map(|l| Layer::load(&config, plan, loader, l)).collect::<Result<_, _>>()?;
+        let final_norm = loader.vector(FINAL_NORM)?;
+        let head = match embedding.head {
+            Some(head) => head,
+            None => loader.matrix(plan.head, Arrange::Concat, &[HEAD])?,
+        };
+        Ok(Self { config, embedding: embedding.rows, layers, final_norm, head })
+    }
+
+    pub fn config(&self) -> &ModelConfig {
+        &self.config
+    }
+
+    /// Bytes of all weights in memory.
+    pub fn bytes(&self) -> usize {
+        let layers: usize = self.layers.iter().map(Layer::bytes).sum();
+        layers + self.head.bytes() + self.embedding.as_ref().map_or(0, Rows::bytes) + self.final_norm.len() * 4
+    }
+
+    /// Zeroed counters for [`Step::expert_tokens`].
+    pub fn expert_counters(&self) -> Vec<Vec<u64>> {
+        expert_counters(&self.config)
+    }
+
+    /// Runs all layers. Afterwards row `i` of `workspace.x` is the residual stream of `step.sampled[i]`.
+    pub fn forward(&self, pool: &Pool, step: &mut Step<'_>, workspace: &mut Workspace, observer: &mut impl Observer) {
+        self.embed(pool, step.tokens, &mut workspace.x);
+        observer.after(Op::Embed);
+        let mut moe_layer = 0;
+        for (index, layer) in self.layers.iter().enumerate() {
+            let last = index + 1 == self.layers.len();
+            layer.attend(&self.config, pool, index, step, workspace, observer);
+            // What follows is row by row: in the last layer only the sampled rows matter.
+            let rows = if last { step.sampled.len() } else { step.tokens.len() };
+            if rows == 0 {
+                return;
+            }
+            layer.project(&self.config, pool, step, workspace, last, observer);
+            layer.feed(&self.config, pool, rows, step, workspace, (index, moe_layer), observer);
+            moe_layer += usize::from(matches!(layer.feed_forward, FeedForward::Moe(_)));
+        }
+    }
+
+    fn embed(&self, pool: &Pool, tokens: &[u32], x: &mut [f32]) {
+        let hidden = self.config.hidden_size;
+        let x = &mut x[..tokens.len() * hidden];
+        match &self.embedding {
+            Some(rows) => rows.gather(pool, hidden, tokens, x),
+            None => x.chunks_exact_mut(hidden).zip(tokens).for_each(|(row, &id)| self.head.row_f32(id as usize, row)),
+        }
+    }
+
+    /// Logits of sampled rows after [`Self::forward`], into the first rows of `workspace.logits`.
+    pub fn logits(&self, pool: &Pool, rows: Range<usize>, workspace: &mut Workspace, observer: &mut impl Observer) {
+        self.norm_sampled(pool, &rows, workspace);
+        observer.after(Op::Norm);
+        let logits = &mut workspace.logits[..rows.len() * self.config.vocab_size];
+        gemm(pool, &workspace.acts, &self.head, Out::Store(logits));
+        observer.after(Op::Head);
+    }
+
+    /// The most likely token of sampled rows after [`Self::forward`], into the first rows of `workspace.best`.
+    pub fn greedy(&self, pool: &Pool, rows: Range<usize>, workspace: &mut Workspace, observer: &mut impl Observer) {
+        self.norm_sampled(pool, &rows, workspace);
+        observer.after(Op::Norm);
+        gemm(pool, &workspace.acts, &self.head, Out::ArgMax(&mut workspace.best[..rows.len()]));
+        observer.after(Op::Head);
+    }
+
+    fn norm_sampled(&self, pool: &Pool, rows: &Range<usize>, workspace: &mut Workspace) {
+        let hidden = self.config.hidden_size;
+        let x = &workspace.x[rows.start * hidden..rows.end * hidden];
+        let (kind, eps) = (self.head.act_kind(), self.config.rms_norm_eps);
+        workspace.acts.rmsnorm(pool, kind, rows.len(), hidden, x, &self.final_norm, eps, None);
+    }
+}
+
+impl Layer {
+    fn load(
+        config: &ModelConfig,
+        plan: &WeightPlan,
+        loader: &mut Loader<'_>,
+        layer: usize,
+    ) -> Result<Self, WeightsError> {
+        let names = LayerNames::new(layer);
+        let input_norm = loader.vector(&names.input_norm())?;
+        let attention = AttentionBlock::load(loader, plan.linear, &names)?;
+        let post_norm = loader.vector(&names.post_norm())?;
+        let feed_forward = match &config.moe {
+            Some(moe) if config.is_moe_layer(layer) => {
+                FeedForward::Moe(Box::new(MoeBlock::load(loader, plan, moe, &names)?))
+            }
+            _ => FeedForward::Dense(Mlp::load(loader, plan.linear, &names.mlp())?),
+        };
+        Ok(Self { input_norm, attention, post_norm, feed_forward })
+    }
+
+    fn bytes(&self) -> usize {
+        let feed_forward = match &self.feed_forward {
+            FeedForward::Dense(mlp) => mlp.bytes(),
+            FeedForward::Moe(moe) => moe.bytes(),
+        };
+        self.attention.bytes() + feed_forward + (self.input_norm.len() + self.post_norm.len()) * 4
+    }
+
+    /// Norm, q|k|v, rotation, KV append and attention of all tokens; the result is in `workspace.attended`.
+    fn attend(
+        &self,
+        config: &ModelConfig,
+        pool: &Pool,
+        index: usize,
+        step: &mut Step<'_>,
+        workspace: &mut Workspace,
+        observer: &mut impl Observer,
+    ) {
+        let (rows, hidden) = (step.tokens.len(), config.hidden_size);
+        let Workspace { x, qkv, attended, acts, attention: scratch, .. } = workspace;
+        let (x, qkv) = (&x[..rows * hidden], &mut qkv[..rows * qkv_width(config)]);
+        let kind = self.attention.qkv.act_kind();
+        acts.rmsnorm(pool, kind, rows, hidden, x, &self.input_norm, config.rms_norm_eps, None);
+        observer.after(Op::Norm);
+        gemm(pool, acts, &self.attention.qkv, Out::Store(qkv));
+        observer.after(Op::Qkv);
+        let paged = &mut step.paged;
+        let (positions, slots) = (paged.positions, paged.slots);
+        rope_append(pool, paged.kv, index, qkv, positions, slots, paged.rope, scratch, config.num_heads);
+        observer.after(Op::Rope);
+        let out = &mut attended[..rows * config.q_width()];
+        attention(pool, paged.kv, index, paged.spans, paged.block_tables, scratch, out);
+        observer.after(Op::Attention);
+    }
+
+    /// Output projection into the residual stream; in the `last` layer of the sampled rows only, which then come first.
+    fn project(
+        &self,
+        config: &ModelConfig,
+        pool: &Pool,
+        step: &Step<'_>,
+        workspace: &mut Workspace,
+        last: bool,
+        observer: &mut impl Observer,
+    ) {
+        let (hidden, width) = (config.hidden_size, config.q_width());
+        let Workspace { x, attended, acts, .. } = workspace;
+        let kind = self.attention.out.act_kind();
+        let rows = if last {
+            acts.gather(pool, kind, width, attended, step.sampled);
+            for (to, &from) in step.sampled.iter().enumerate() {
+                let from = from as usize * hidden;
+                x.copy_within(from..from + hidden, to * hidden);
+            }
+            observer.after(Op::Gather);
+            step.sampled.len()
+        } else {
+            let rows = step.tokens.len();
+            acts.convert(pool, kind, rows, width, &attended[..rows * width]);
+            observer.after(Op::Convert);
+            rows
+        };
+        gemm(pool, acts, &self.attention.out, Out::Add(&mut x[..rows * hidden]));
+        observer.after(Op::AttentionOut);
+    }
+
+    /// Norm and MLP or experts of the first `rows` rows.
+    fn feed(
+        &self,
+        config: &ModelConfig,
+        pool: &Pool,
+        rows: usize,
+        step: &mut Step<'_>,
+        workspace: &mut Workspace,
+        (index, moe_layer): (usize, usize),
+        observer: &mut impl Observer,
+    ) {
+        let (hidden, eps) = (config.hidden_size, config.rms_norm_eps);
+        let Workspace { x, normed, acts, inner, moe, .. } = workspace;
+        let x = &mut x[..rows * hidden];
+        match (&self.feed_forward, moe) {
+            (FeedForward::Moe(block), Some(workspace)) => {
+                let normed = &mut normed[..rows * hidden];
+                acts.rmsnorm(pool, block.act_kind(), rows, hidden, x, &self.post_norm, eps, Some(&mut *normed));
+                observer.after(Op::Norm);
+                let input = MoeInput { rows, normed, acts };
+                let tokens = &mut step.expert_tokens[moe_layer];
+                block.forward(pool, &input, workspace, inner, x, tokens, index, observer);
+            }
+            (FeedForward::Dense(mlp), _) => {
+                acts.rmsnorm(pool, mlp.gate_up.act_kind(), rows, hidden, x, &self.post_norm, eps, None);
+                observer.after(Op::Norm);
+                mlp.forward(pool, acts, inner, x, observer);
+            }
+            (FeedForward::Moe(_), None) => unreachable!("a model with MoE layers has a MoE workspace"),
+        }
+    }
+}

@@ -1,0 +1,62 @@
+//! A step allocates nothing once the runner is warm. Alone in its binary: the counting allocator counts every thread.
+
+mod common;
+
+use common::*;
+use ernie_engine::runner::{ModelRunner, Want};
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+struct Counting;
+
+static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: passes every call on to the system's allocator, unchanged.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's promise about `layout` is passed on.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        // SAFETY: the caller's promise about `pointer` and `layout` is passed on.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+
+    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's promise about `pointer`, `layout` and `size` is passed on.
+        unsafe { System.realloc(pointer, layout, size) }
+    }
+}
+
+#[global_allocator]
+static COUNTING: Counting = Counting;
+
+#[test]
+fn a_step_allocates_nothing() {
+    for (moe, options) in [(false, small as fn(&std::path::Path) -> _), (true, small), (true, small_f32)] {
+        let dir = random_model(moe, 1);
+        let mut runner = load(&options(dir.path()));
+        let lengths = [200, 100, 1, 40];
+        let sequences: Vec<_> = lengths.iter().map(|&len| random_tokens(len as u64, len, 515)).collect();
+        let tables = tables(&runner, &lengths, Some(1));
+        let pieces: Vec<_> =
+            lengths.iter().enumerate().map(|(sequence, &len)| Piece { sequence, tokens: 0..len }).collect();
+        let decode: Vec<_> =
+            lengths.iter().enumerate().map(|(sequence, &len)| Piece { sequence, tokens: len - 1..len }).collect();
+        let mut prefill = batch(&sequences, &tables, &pieces, Some(Want::Greedy));
+        prefill.sample_rows.retain(|r| r.token % 20 == 0);
+        let greedy = batch(&sequences, &tables, &decode, Some(Want::Greedy));
+        let logits = batch(&sequences, &tables, &decode, Some(Want::Logits));
+        // The runner warmed itself up; not one step of these shapes was run before.
+        for step in [&prefill, &greedy, &logits, &prefill, &logits, &greedy] {
+            let before = ALLOCATIONS.load(Ordering::Relaxed);
+            runner.execute(step).unwrap();
+            (0..step.sample_rows.len()).for_each(|i| drop(runner.row(i)));
+            let after = ALLOCATIONS.load(Ordering::Relaxed);
+            assert_eq!(after - before, 0, "moe {moe}, {} tokens", step.tokens.len());
+        }
+    }
+}
