@@ -1,1 +1,276 @@
-//! (laid out; its owner fills it)
+//! The HTTP API: bytes to domain and back.
+//!
+//! [`Api`] is all that handlers share; [`router`] declares every route once. Nothing here knows workers, and nothing here
+//! changes the daemon: that is the admin socket's.
+
+pub mod assemble;
+pub mod auth;
+pub mod body;
+pub mod call;
+pub mod chat;
+pub mod chat_batch;
+pub mod completions;
+pub mod conversation;
+pub mod error;
+pub mod health;
+pub mod history;
+pub mod layers;
+pub mod listen;
+pub mod logprobs;
+pub mod messages;
+pub mod models;
+pub mod openapi;
+pub mod responses;
+pub mod sse;
+pub mod structured;
+pub mod tokenize;
+pub mod tools;
+pub mod validate;
+
+#[cfg(test)]
+mod tests;
+
+use crate::admission::{Admission, AdmissionLimits};
+use crate::config::{Config, ErrorStyle};
+use crate::generate::TextPool;
+use crate::keys::KeyStore;
+use crate::supervisor::FleetHandle;
+use crate::telemetry::metrics::Metrics;
+use axum::Router;
+use axum::middleware::from_fn_with_state;
+use axum::routing::{any, get, post};
+use conversation::SystemPolicy;
+use http::{HeaderValue, Uri, header};
+use sse::StreamSettings;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+use tokio::time::Instant;
+use tower_http::cors::{AllowHeaders, AllowMethods, AllowOrigin, CorsLayer};
+use validate::RequestLimits;
+
+/// How the API behaves.
+#[derive(Debug, Clone)]
+pub struct HttpSettings {
+    pub error_style: ErrorStyle,
+    /// Origins that browsers may call from; `*` is any. Empty: none.
+    pub allowed_origins: Vec<String>,
+    pub max_body_bytes: u64,
+    /// A body has to come within this.
+    pub body_timeout: Duration,
+    /// A request that takes longer is ended. `None`: no limit but the client's own.
+    pub request_timeout: Option<Duration>,
+    /// Between comments on a silent stream.
+    pub keep_alive: Duration,
+    /// How long a request waits for a model that is being loaded.
+    pub model_patience: Duration,
+    pub limits: RequestLimits,
+    /// Refuse fields that nobody knows.
+    pub strict_requests: bool,
+    /// Thinking under its older name as well (`reasoning_content`).
+    pub reasoning_content: bool,
+    pub system_policy: SystemPolicy,
+    /// Bound of every chat's history in tokens; requests may ask for their own.
+    pub truncate_history: Option<u32>,
+    /// Texts that are rendered or encoded at the same time.
+    pub text_places: usize,
+}
+
+impl Default for HttpSettings {
+    fn default() -> Self {
+        Self {
+            error_style: ErrorStyle::Vllm,
+            allowed_origins: Vec::new(),
+            max_body_bytes: 16 << 20,
+            body_timeout: Duration::from_secs(30),
+            request_timeout: None,
+            keep_alive: Duration::from_secs(10),
+            model_patience: Duration::from_secs(10),
+            limits: RequestLimits::default(),
+            strict_requests: false,
+            reasoning_content: true,
+            system_policy: SystemPolicy::Merge,
+            truncate_history: None,
+            text_places: 2,
+        }
+    }
+}
+
+impl HttpSettings {
+    fn stream(&self) -> StreamSettings {
+        StreamSettings { keep_alive: self.keep_alive, error_style: self.error_style }
+    }
+}
+
+/// What all handlers share.
+#[derive(Debug)]
+pub struct Api {
+    pub fleet: FleetHandle,
+    pub admission: Arc<Admission>,
+    pub metrics: Arc<Metrics>,
+    pub keys: KeyStore,
+    pub settings: HttpSettings,
+    responses: responses::Stored,
+    texts: TextPool,
+    started: Instant,
+    started_unix: u64,
+    /// Readiness is withdrawn although the fleet still serves.
+    leaving: AtomicBool,
+}
+
+impl Api {
+    pub fn new(
+        fleet: FleetHandle,
+        admission: Arc<Admission>,
+        metrics: Arc<Metrics>,
+        keys: KeyStore,
+        settings: HttpSettings,
+    ) -> Arc<Self> {
+        let texts = TextPool::new(settings.text_places);
+        Arc::new(Self {
+            fleet,
+            admission,
+            metrics,
+            keys,
+            settings,
+            responses: responses::Stored::default(),
+            texts,
+            started: Instant::now(),
+            started_unix: call::unix_now(),
+            leaving: AtomicBool::new(false),
+        })
+    }
+
+    /// From now on probes say that this server is leaving, so that load balancers stop sending; requests are still taken.
+    pub fn withdraw_readiness(&self) {
+        self.leaving.store(true, Ordering::Release);
+    }
+
+    pub fn is_leaving(&self) -> bool {
+        self.leaving.load(Ordering::Acquire)
+    }
+}
+
+/// The API of a daemon, from its configuration.
+pub fn build(config: &Config, fleet: &FleetHandle, metrics: &Arc<Metrics>, keys: &KeyStore) -> Arc<Api> {
+    let limits = &config.limits;
+    let admission = Admission::new(AdmissionLimits {
+        running_max: config.engine.max_num_seqs as usize * config.workers.count.max(1) as usize,
+        queued_max: limits.max_queued_requests as usize,
+        queued_tokens_max: Some(limits.max_queued_tokens).filter(|n| *n > 0),
+    });
+    let cores = std::thread::available_parallelism().map_or(2, std::num::NonZero::get);
+    let settings = HttpSettings {
+        error_style: config.server.error_style,
+        allowed_origins: config.server.allowed_origins.clone(),
+        max_body_bytes: config.server.max_body_bytes,
+        request_timeout: config.server.request_timeout,
+        limits: RequestLimits {
+            choices_max: limits.max_choices,
+            logprobs_max: limits.max_logprobs,
+            ..RequestLimits::default()
+        },
+        text_places: cores.div_ceil(2),
+        ..HttpSettings::default()
+    };
+    Api::new(fleet.clone(), admission, metrics.clone(), keys.clone(), settings)
+}
+
+/// Every route of the public listener.
+pub fn router(api: Arc<Api>) -> Router {
+    let mut routes = health_routes()
+        .route("/v1/chat/completions", post(chat::completions))
+        .route("/v1/completions", post(completions::completions))
+        .route("/v1/models", get(models::list))
+        .route("/v1/models/{id}", get(models::one))
+        .route("/v1/chat/completions/batch", post(chat_batch::completions))
+        .route("/v1/responses", post(responses::create))
+        .route("/v1/responses/{id}", get(responses::retrieve).delete(responses::delete))
+        .route("/v1/responses/{id}/cancel", post(responses::cancel))
+        .route("/v1/messages", post(messages::create))
+        .route("/v1/messages/count_tokens", post(messages::count_tokens))
+        .route("/openapi.json", get(openapi::document))
+        .route("/tokenize", post(tokenize::tokenize))
+        .route("/detokenize", post(tokenize::detokenize));
+    for path in [
+        "/v1/embeddings",
+        "/v1/score",
+        "/v1/rerank",
+        "/rerank",
+        "/score",
+        "/pooling",
+        "/classify",
+        "/v1/audio/transcriptions",
+        "/v1/audio/translations",
+        "/v1/audio/speech",
+        "/v1/images/generations",
+        "/v1/moderations",
+    ] {
+        routes = routes.route(path, any(layers::not_offered));
+    }
+    finished(routes, api)
+}
+
+/// Health, load, version and metrics alone: for a listener and a runtime of their own, so that they answer while every core
+/// is busy with requests.
+pub fn health_router(api: Arc<Api>) -> Router {
+    finished(health_routes(), api)
+}
+
+fn health_routes() -> Router<Arc<Api>> {
+    Router::new()
+        .route("/health", get(health::ready))
+        .route("/health/ready", get(health::ready))
+        .route("/health/live", get(health::live))
+        .route("/health/startup", get(health::startup))
+        .route("/ping", get(health::ready).post(health::ready))
+        .route("/ready", get(health::ready))
+        .route("/readyz", get(health::ready))
+        .route("/livez", get(health::live))
+        .route("/healthz", get(health::live))
+        .route("/version", get(health::version))
+        .route("/load", get(health::load))
+        .route("/metrics", get(health::metrics))
+        .route("/metrics/", get(health::metrics))
+}
+
+fn finished(routes: Router<Arc<Api>>, api: Arc<Api>) -> Router {
+    let routes = routes
+        .fallback(layers::unknown_path)
+        .method_not_allowed_fallback(layers::method_not_allowed)
+        .layer(from_fn_with_state(api.clone(), layers::finish));
+    let routes = match cors(&api.settings.allowed_origins) {
+        Some(cors) => routes.layer(cors),
+        None => routes,
+    };
+    routes.with_state(api)
+}
+
+fn cors(origins: &[String]) -> Option<CorsLayer> {
+    if origins.is_empty() {
+        return None;
+    }
+    let origins = if origins.iter().any(|o| o == "*") {
+        AllowOrigin::any()
+    } else {
+        AllowOrigin::list(origins.iter().filter_map(|o| HeaderValue::from_str(o).ok()))
+    };
+    let exposed = [header::HeaderName::from_static("x-request-id"), header::RETRY_AFTER];
+    Some(
+        CorsLayer::new()
+            .allow_origin(origins)
+            .allow_methods(AllowMethods::mirror_request())
+            .allow_headers(AllowHeaders::mirror_request())
+            .expose_headers(exposed)
+            .max_age(Duration::from_secs(600)),
+    )
+}
+
+/// `?stream=true` in the URL counts when the body does not say.
+fn query_stream(uri: &Uri) -> Option<bool> {
+    uri.query()?.split('&').find_map(|pair| match pair {
+        "stream=true" | "stream=True" | "stream=1" => Some(true),
+        "stream=false" | "stream=False" | "stream=0" => Some(false),
+        _ => None,
+    })
+}

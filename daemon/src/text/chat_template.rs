@@ -9,7 +9,8 @@
 //! ERNIE's template has its own literals for the case that they are *undefined*, and an empty string would lose the marks.
 
 use super::tokenizer::Tokenizer;
-use minijinja::value::{Kwargs, Rest};
+use minijinja::syntax::SyntaxConfig;
+use minijinja::value::{Kwargs, Rest, Serde};
 use minijinja::{Environment, ErrorKind, UndefinedBehavior};
 use serde::Serialize;
 use serde_json::{Map, Value};
@@ -103,8 +104,8 @@ impl ChatTemplate {
     /// Compiles a template. The error is the template engine's, with line and cause.
     pub fn new(source: &str, named_tokens: BTreeMap<String, String>) -> Result<Self, String> {
         let mut env = Environment::new();
-        env.set_trim_blocks(true);
-        env.set_lstrip_blocks(true);
+        let syntax = SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build();
+        env.set_syntax(syntax.map_err(|e| e.to_string())?);
         env.set_undefined_behavior(UndefinedBehavior::Lenient);
         env.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
         env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
@@ -112,7 +113,7 @@ impl ChatTemplate {
         env.add_function("raise_exception", |message: String| -> Result<String, minijinja::Error> {
             Err(minijinja::Error::new(ErrorKind::InvalidOperation, message))
         });
-        env.add_function("strftime_now", |format: String| jiff::Zoned::now().strftime(&format).to_string());
+        env.add_function("strftime_now", |format: String| jiff::ZonedDateTime::now().strftime(&format).to_string());
         env.add_filter("tojson", to_json);
         env.add_template_owned(NAME, without_generation_tags(source)).map_err(|e| format!("{e:#}"))?;
         let mut template = Self { env, source: source.to_owned(), named_tokens, shows_system: true };
@@ -194,7 +195,7 @@ impl ChatTemplate {
         }
         let template = self.env.get_template(NAME).map_err(|e| RenderError::Refused(e.to_string()))?;
         let mut out = Bounded::default();
-        let result = template.render_captured_to(minijinja::Value::from_serialize(&context), &mut out);
+        let result = template.render_captured_to(Serde(&context), &mut out);
         if out.full {
             return Err(RenderError::TooLong);
         }

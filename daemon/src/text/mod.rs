@@ -5,8 +5,10 @@
 
 pub mod chat_template;
 pub mod detokenizer;
+pub mod reasoning;
 pub mod stop;
 pub mod tokenizer;
+pub mod tool_calls;
 
 use chat_template::{ChatTemplate, Conversation, RenderError, Rendered};
 use serde_json::Value;

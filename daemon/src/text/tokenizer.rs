@@ -24,6 +24,9 @@ const CUT_MARKS: std::ops::RangeInclusive<char> = '\u{FDD0}'..='\u{FDEF}';
 /// First byte of a special token in [`Tokenizer::vocabulary`]: no text byte, the mark that toktrie uses.
 const SPECIAL_TOKEN_MARKER: u8 = 0xFF;
 
+/// Marks that are part of an answer and are read by `reasoning` and `tool_calls`: text, even where the file calls them special.
+const ANSWER_MARKS: [&str; 6] = ["<think>", "</think>", "<response>", "</response>", "<tool_call>", "</tool_call>"];
+
 /// Encodes and decodes for one model.
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
@@ -74,7 +77,7 @@ impl Tokenizer {
         let mut special = HashSet::new();
         let mut controls = Vec::new();
         for (id, token) in inner.get_added_tokens_decoder() {
-            if token.special {
+            if token.special && !ANSWER_MARKS.contains(&token.content.as_str()) {
                 special.insert(id);
             }
             let looks_like_a_mark = token.content.starts_with('<') && token.content.ends_with('>');

@@ -31,7 +31,7 @@ pub struct Usage {
     pub completion_tokens: u64,
     pub prompt_tokens_details: PromptTokensDetails,
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub completion_tokens_details: Option<CompletionTokensDetails>,
+    pub completion_tokens_details: Nullable<CompletionTokensDetails>,
 }
 
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]

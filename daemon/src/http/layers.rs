@@ -1,0 +1,119 @@
+//! Around every exchange: request id, preflight, key, panic, error form, count.
+
+use super::error::{ApiError, ErrorKind};
+use super::{Api, auth};
+use axum::extract::{MatchedPath, Request, State};
+use axum::middleware::Next;
+use axum::response::{IntoResponse, Response};
+use futures::FutureExt;
+use http::{HeaderMap, HeaderValue, Method, StatusCode, header};
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+use tokio::time::Instant;
+
+/// Longest request id that is taken from a client.
+const REQUEST_ID_BYTES_MAX: usize = 128;
+
+/// Id of an exchange: the client's `X-Request-Id` or a fresh one.
+#[derive(Debug, Clone)]
+pub struct RequestId {
+    pub id: Arc<str>,
+    /// When the request came in.
+    pub arrival: Instant,
+}
+
+impl RequestId {
+    fn of(headers: &HeaderMap) -> Self {
+        let given = headers.get("x-request-id").and_then(|v| v.to_str().ok());
+        let usable =
+            |id: &&str| !id.is_empty() && id.len() <= REQUEST_ID_BYTES_MAX && id.bytes().all(|b| b.is_ascii_graphic());
+        let id = given.filter(usable).map_or_else(|| Arc::from(fresh_id()), Arc::from);
+        Self { id, arrival: Instant::now() }
+    }
+}
+
+/// Sixteen hexadecimal digits.
+pub fn fresh_id() -> String {
+    format!("{:016x}", rand::random::<u64>())
+}
+
+/// The outermost layer.
+pub async fn finish(State(api): State<Arc<Api>>, mut request: Request, next: Next) -> Response {
+    let request_id = RequestId::of(request.headers());
+    let method = request.method().clone();
+    let matched = request.extensions().get::<MatchedPath>().map(|m| m.as_str().to_owned());
+    request.extensions_mut().insert(request_id.clone());
+
+    let inner = AssertUnwindSafe(guarded(&api, request, next)).catch_unwind().await;
+    let mut response = match inner {
+        Ok(Ok(response)) => response,
+        Ok(Err(error)) => error.into_response(),
+        Err(_) => {
+            tracing::error!(request_id = &*request_id.id, handler = matched.as_deref(), "a handler panicked");
+            ApiError::internal("the server made a mistake; the request id helps to find it").into_response()
+        }
+    };
+    if let Some(error) = response.extensions_mut().remove::<Arc<ApiError>>() {
+        let allow = response.headers_mut().remove(header::ALLOW);
+        response = error.render(api.settings.error_style);
+        if let Some(allow) = allow {
+            response.headers_mut().insert(header::ALLOW, allow);
+        }
+    }
+    if let Ok(id) = HeaderValue::from_str(&request_id.id) {
+        response.headers_mut().insert("x-request-id", id);
+    }
+    let handler = matched.as_deref().unwrap_or("none");
+    api.metrics.http_request(method.as_str(), handler, response.status().as_u16(), request_id.arrival.elapsed());
+    response
+}
+
+/// The key comes before anything that a request can cause.
+async fn guarded(api: &Arc<Api>, mut request: Request, next: Next) -> Result<Response, ApiError> {
+    let path = request.uri().path();
+    if request.headers().contains_key(header::UPGRADE) {
+        return Err(ApiError::new(ErrorKind::Schema, "protocol upgrades are not offered").with_param("Upgrade"));
+    }
+    if auth::is_open_path(request.method(), path) {
+        if request.method() == Method::OPTIONS {
+            return Ok(preflight());
+        }
+        return Ok(next.run(request).await);
+    }
+    match api.keys.authenticate(request.headers()) {
+        Ok(principal) => {
+            if !auth::is_in_scope(principal.scope, path) {
+                api.metrics.key_refused("other");
+                return Err(ApiError::new(ErrorKind::Forbidden, "this API key is for monitoring only"));
+            }
+            request.extensions_mut().insert(principal);
+            Ok(next.run(request).await)
+        }
+        Err(refusal) => {
+            api.metrics.key_refused(refusal.reason());
+            Err(refusal.into())
+        }
+    }
+}
+
+/// `OPTIONS` without a CORS answer (that layer is further out and answers allowed origins itself).
+fn preflight() -> Response {
+    let allow = HeaderValue::from_static("GET, HEAD, POST, DELETE, OPTIONS");
+    (StatusCode::NO_CONTENT, [(header::ALLOW, allow)]).into_response()
+}
+
+pub async fn unknown_path(request: Request) -> ApiError {
+    let path = request.uri().path();
+    let shown: String = path.chars().take(128).collect();
+    ApiError::new(ErrorKind::UnknownPath, format!("Not Found: there is no {shown}"))
+}
+
+pub async fn method_not_allowed(request: Request) -> ApiError {
+    ApiError::new(ErrorKind::MethodNotAllowed, format!("Method Not Allowed: {} is not offered here", request.method()))
+}
+
+/// What a client may ask of another kind of model.
+pub async fn not_offered(request: Request) -> ApiError {
+    let message = format!("{} is not offered: this server completes and chats", request.uri().path());
+    ApiError::new(ErrorKind::NotImplemented, message)
+}

@@ -1,0 +1,165 @@
+//! Constraints on the answer: `response_format`, `structured_outputs` and the older `guided_*` members to one grammar.
+//!
+//! Exactly one constraint per request. Sizes are bounded here; compiling the grammar is the worker's, outside its step.
+
+use super::error::{ApiError, ErrorKind};
+use super::validate::RequestLimits;
+use ernie_proto::openai::request::{CommonFields, ResponseFormat, StructuredOutputs};
+use ernie_proto::worker::Grammar;
+use serde_json::Value;
+
+const ANY_OBJECT: &str = r#"{"type":"object"}"#;
+
+/// The grammar that a request asks for, if any.
+pub fn grammar(common: &CommonFields, limits: &RequestLimits) -> Result<Option<Grammar>, ApiError> {
+    let from_format = match &common.response_format {
+        None | Some(ResponseFormat::Text) => None,
+        Some(ResponseFormat::JsonObject) => Some(Grammar::JsonSchema(ANY_OBJECT.to_owned())),
+        Some(ResponseFormat::JsonSchema(Some(schema))) => Some(json_schema("response_format", schema)?),
+        Some(ResponseFormat::JsonSchema(None)) => {
+            return Err(ApiError::value(
+                "response_format",
+                "When response_format type is 'json_schema', the 'json_schema' field must be provided. \
+                 (parameter=response_format)",
+            ));
+        }
+        Some(ResponseFormat::StructuralTag(_)) => return Err(structural_tag("response_format")),
+    };
+    let from_structured = common.structured_outputs.as_ref().map(|s| constraint(s, limits)).transpose()?.flatten();
+    let grammar = match (from_format, from_structured) {
+        (Some(_), Some(_)) => {
+            return Err(ApiError::value(
+                "structured_outputs",
+                "response_format and structured_outputs both constrain the answer; only one of them can be used.",
+            ));
+        }
+        (a, b) => a.or(b),
+    };
+    if let Some(Grammar::JsonSchema(text) | Grammar::Regex(text) | Grammar::Lark(text)) = &grammar {
+        if text.len() > limits.grammar_bytes_max {
+            return Err(ApiError::value(
+                "structured_outputs",
+                format!("the constraint has {} bytes, the limit is {}.", text.len(), limits.grammar_bytes_max),
+            ));
+        }
+    }
+    Ok(grammar)
+}
+
+fn constraint(s: &StructuredOutputs, limits: &RequestLimits) -> Result<Option<Grammar>, ApiError> {
+    let given = [
+        s.json.is_some(),
+        s.regex.is_some(),
+        s.choice.is_some(),
+        s.grammar.is_some(),
+        s.json_object,
+        s.structural_tag.is_some(),
+    ];
+    match given.iter().filter(|g| **g).count() {
+        0 => return Ok(None),
+        1 => {}
+        _ => {
+            return Err(ApiError::value(
+                "structured_outputs",
+                "You can only use one kind of structured outputs constraint but multiple are specified.",
+            ));
+        }
+    }
+    if s.structural_tag.is_some() {
+        return Err(structural_tag("structured_outputs"));
+    }
+    if s.json_object {
+        return Ok(Some(Grammar::JsonSchema(ANY_OBJECT.to_owned())));
+    }
+    if let Some(json) = &s.json {
+        // Older clients send the schema as text.
+        if let Value::String(text) = json {
+            let parsed: Value = serde_json::from_str(text)
+                .map_err(|e| ApiError::value("structured_outputs", format!("`json` is no JSON schema: {e}")))?;
+            return json_schema("structured_outputs", &parsed).map(Some);
+        }
+        return json_schema("structured_outputs", json).map(Some);
+    }
+    if let Some(regex) = &s.regex {
+        return Ok(Some(Grammar::Regex(regex.clone())));
+    }
+    if let Some(grammar) = &s.grammar {
+        return Ok(Some(Grammar::Lark(grammar.clone())));
+    }
+    match &s.choice {
+        Some(choices) if choices.is_empty() || choices.len() > limits.grammar_choices_max => {
+            let message = format!("`choice` must be a list of 1 to {} texts.", limits.grammar_choices_max);
+            Err(ApiError::value("structured_outputs", message))
+        }
+        Some(choices) => {
+            let alternatives: Vec<String> = choices.iter().map(|c| lark_string(c)).collect();
+            Ok(Some(Grammar::Lark(format!("start: {}\n", alternatives.join(" | ")))))
+        }
+        None => Ok(None),
+    }
+}
+
+fn json_schema(param: &str, schema: &Value) -> Result<Grammar, ApiError> {
+    match schema {
+        Value::Object(_) | Value::Bool(true) => Ok(Grammar::JsonSchema(schema.to_string())),
+        _ => Err(ApiError::value(param, "a JSON schema must be an object.")),
+    }
+}
+
+/// A text as a string literal of llguidance's Lark (JSON escapes).
+pub(super) fn lark_string(text: &str) -> String {
+    Value::String(text.to_owned()).to_string()
+}
+
+fn structural_tag(param: &str) -> ApiError {
+    ApiError::new(ErrorKind::NotImplemented, "structural tags are not implemented").with_param(param)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ernie_proto::openai::ChatCompletionRequest;
+    use serde_json::json;
+
+    fn of(extra: Value) -> Result<Option<Grammar>, ApiError> {
+        let mut body = extra.as_object().unwrap().clone();
+        body.insert("messages".into(), json!([]));
+        let request = ChatCompletionRequest::read(body).map_err(ApiError::from)?;
+        grammar(&request.common, &RequestLimits::default())
+    }
+
+    #[test]
+    fn every_spelling_of_a_constraint_is_read() {
+        let schema = json!({"type": "object", "properties": {"b": {}, "a": {}}});
+        let expected = Some(Grammar::JsonSchema(schema.to_string()));
+        let format = json!({"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": true}});
+        assert_eq!(of(json!({"response_format": format})).unwrap(), expected);
+        assert_eq!(of(json!({"structured_outputs": {"json": schema}})).unwrap(), expected);
+        assert_eq!(of(json!({"guided_json": schema})).unwrap(), expected);
+        assert_eq!(of(json!({"guided_json": schema.to_string()})).unwrap(), expected);
+        assert_eq!(of(json!({"guided_regex": "a+"})).unwrap(), Some(Grammar::Regex("a+".into())));
+        assert_eq!(
+            of(json!({"structured_outputs": {"choice": ["a\"b", "北"]}})).unwrap(),
+            Some(Grammar::Lark("start: \"a\\\"b\" | \"北\"\n".into()))
+        );
+        for none in [json!({}), json!({"response_format": null}), json!({"response_format": {"type": "text"}})] {
+            assert_eq!(of(none).unwrap(), None);
+        }
+    }
+
+    #[test]
+    fn two_constraints_or_a_broken_one_are_refused() {
+        for (body, param) in [
+            (json!({"structured_outputs": {"regex": "a", "choice": ["b"]}}), "structured_outputs"),
+            (json!({"response_format": {"type": "json_object"}, "guided_regex": "a"}), "structured_outputs"),
+            (json!({"response_format": {"type": "json_schema"}}), "response_format"),
+            (json!({"response_format": {"type": "xml"}}), "body.response_format.type"),
+            (json!({"structured_outputs": {"choice": []}}), "structured_outputs"),
+            (json!({"guided_json": "{"}), "structured_outputs"),
+            (json!({"guided_regex": "a".repeat(70_000)}), "structured_outputs"),
+        ] {
+            let e = of(body.clone()).unwrap_err();
+            assert_eq!(e.param.as_deref(), Some(param), "{body}");
+        }
+    }
+}

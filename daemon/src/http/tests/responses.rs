@@ -1,0 +1,98 @@
+//! OpenAI's newer form, and batches of conversations.
+
+use super::*;
+use serde_json::json;
+
+fn events(reply: &Reply) -> Vec<Value> {
+    (reply.text().split("\n\n"))
+        .filter(|e| !e.is_empty() && !e.starts_with(':'))
+        .map(|e| {
+            let (name, data) = e.split_once('\n').unwrap();
+            let data: Value = serde_json::from_str(data.strip_prefix("data: ").unwrap()).unwrap();
+            assert_eq!(name.strip_prefix("event: ").unwrap(), data["type"]);
+            data
+        })
+        .collect()
+}
+
+#[tokio::test]
+async fn a_response_comes_whole_is_kept_and_can_be_continued() {
+    let house = House::saying("你好").await;
+    let first =
+        house.post("/v1/responses", &json!({"model": MODEL, "input": "hi", "instructions": "be brief"})).await.ok();
+    assert_eq!((&first["object"], &first["status"]), (&json!("response"), &json!("completed")));
+    assert_eq!(first["output"][0]["content"][0]["text"], "你好");
+    let id = first["id"].as_str().unwrap();
+    assert_eq!(house.get(&format!("/v1/responses/{id}")).await.ok(), first);
+    let next = json!({"input": [{"role": "user", "content": "more"}], "previous_response_id": id});
+    house.post("/v1/responses", &next).await.ok();
+    let prompt = house.text.decode(&house.workers.submits()[1].prompt, true);
+    assert_eq!(prompt, "User: hi\nAssistant: 你好User: more\nAssistant: ");
+    let cancel = house.post(&format!("/v1/responses/{id}/cancel"), &json!({})).await;
+    assert_eq!(cancel.status, 400);
+    let gone = house.call(Request::delete(format!("/v1/responses/{id}")).body(Body::empty()).unwrap()).await;
+    assert_eq!(gone.ok()["deleted"], true);
+    assert_eq!(house.get(&format!("/v1/responses/{id}")).await.status, 404);
+}
+
+#[tokio::test]
+async fn a_response_streams_as_typed_events_with_rising_numbers() {
+    let house = House::saying("好<tool_call>{\"name\": \"f\", \"arguments\": {\"x\": 1}}</tool_call>").await;
+    let tools = json!([{"type": "function", "name": "f", "parameters": {"type": "object"}}]);
+    let reply = house.post("/v1/responses", &json!({"input": "hi", "stream": true, "tools": tools})).await;
+    let events = events(&reply);
+    let kinds: Vec<&str> = events.iter().map(|e| e["type"].as_str().unwrap()).collect();
+    for (i, event) in events.iter().enumerate() {
+        assert_eq!(event["sequence_number"], i);
+    }
+    assert_eq!(
+        kinds.iter().filter(|k| !k.ends_with(".delta")).copied().collect::<Vec<_>>(),
+        [
+            "response.created",
+            "response.in_progress",
+            "response.output_item.added",
+            "response.content_part.added",
+            "response.output_text.done",
+            "response.content_part.done",
+            "response.output_item.done",
+            "response.output_item.added",
+            "response.function_call_arguments.done",
+            "response.output_item.done",
+            "response.completed",
+        ]
+    );
+    let last = &events.last().unwrap()["response"];
+    assert_eq!(last["output"][1]["arguments"], "{\"x\": 1}");
+    assert!(last["usage"]["output_tokens"].as_u64().unwrap() > 3);
+}
+
+#[tokio::test]
+async fn a_response_cut_short_is_incomplete() {
+    let house = House::saying("abcdef").await;
+    let reply = house.post("/v1/responses", &json!({"input": "hi", "max_output_tokens": 2})).await.ok();
+    assert_eq!(
+        (&reply["status"], &reply["incomplete_details"]["reason"]),
+        (&json!("incomplete"), &json!("max_output_tokens"))
+    );
+    for (body, param) in [
+        (json!({}), "body.input"),
+        (json!({"input": "a", "background": true}), "background"),
+        (json!({"input": [{"type": "image_generation_call"}]}), "body.input.0.type"),
+        (json!({"input": "a", "previous_response_id": "resp_x"}), "response_id"),
+    ] {
+        assert_eq!(house.post("/v1/responses", &body).await.json()["error"]["param"], param, "{body}");
+    }
+}
+
+#[tokio::test]
+async fn a_batch_of_conversations_is_answered_in_order() {
+    let house = House::saying("a").await;
+    let one = |text: &str| json!([{"role": "user", "content": text}]);
+    let reply = house.post("/v1/chat/completions/batch", &json!({"messages": [one("x"), one("y")]})).await.ok();
+    let choices = reply["choices"].as_array().unwrap();
+    assert_eq!(choices.iter().map(|c| c["index"].as_u64().unwrap()).collect::<Vec<_>>(), [0, 1]);
+    assert_eq!(reply["usage"]["completion_tokens"], 4);
+    for body in [json!({}), json!({"messages": []}), json!({"messages": [one("x")], "stream": true})] {
+        assert_eq!(house.post("/v1/chat/completions/batch", &body).await.status, 400, "{body}");
+    }
+}
