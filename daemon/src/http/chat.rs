@@ -8,6 +8,7 @@ use super::history;
 use super::layers::RequestId;
 use super::logprobs::{self, Spelling};
 use super::sse::{self, StreamForm};
+use super::structured;
 use super::tools::{self, ToolPlan};
 use super::validate::{self, Checked};
 use super::{Api, body, query_stream};
@@ -137,6 +138,7 @@ impl ChatPlan {
             let (text, checked, max_len) = (deployment.text.clone(), checked.clone(), deployment.loaded.max_model_len);
             let deployment = deployment.clone();
             api.text(move || {
+                checked.sampling.grammar.as_ref().map(structured::check).transpose()?;
                 let reserve = checked.max_tokens.unwrap_or(1).max(1);
                 let (conversation, dropped) = match truncation {
                     None => (conversation, None),

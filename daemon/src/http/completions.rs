@@ -6,6 +6,7 @@ use super::error::ApiError;
 use super::layers::RequestId;
 use super::logprobs::{self, Offsets, Spelling};
 use super::sse::{self, StreamForm};
+use super::structured;
 use super::validate::{self, Checked, ModelFacts};
 use super::{Api, body, query_stream};
 use crate::generate::AnswerEvent;
@@ -70,6 +71,7 @@ pub async fn begin(
     let (encoded, bad_words) = {
         let (text, checked, deployment) = (deployment.text.clone(), checked.clone(), deployment.clone());
         api.text(move || {
+            checked.sampling.grammar.as_ref().map(structured::check).transpose()?;
             let encoded = encode(&text, prompts, &checked, &facts(&deployment), add_special)?;
             Ok((encoded, call::bad_words(&text, &checked.bad_words)?))
         })

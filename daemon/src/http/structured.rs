@@ -1,11 +1,13 @@
 //! Constraints on the answer: `response_format`, `structured_outputs` and the older `guided_*` members to one grammar.
 //!
-//! Exactly one constraint per request. Sizes are bounded here; compiling the grammar is the worker's, outside its step.
+//! Exactly one constraint per request. Sizes are bounded here, and [`check`] refuses what is no grammar before a worker hears
+//! of it; building the masks is the worker's, outside its step.
 
 use super::error::{ApiError, ErrorKind};
 use super::validate::RequestLimits;
 use ernie_proto::openai::request::{CommonFields, ResponseFormat, StructuredOutputs};
 use ernie_proto::worker::Grammar;
+use llguidance::api::{GrammarInit, ParserLimits, TopLevelGrammar, ValidationResult};
 use serde_json::Value;
 
 const ANY_OBJECT: &str = r#"{"type":"object"}"#;
@@ -44,6 +46,30 @@ pub fn grammar(common: &CommonFields, limits: &RequestLimits) -> Result<Option<G
         }
     }
     Ok(grammar)
+}
+
+/// Work that reading one grammar may take, in llguidance's units; some tens of milliseconds.
+fn bounds() -> ParserLimits {
+    ParserLimits { verbose_errors: false, max_grammar_size: 200_000, ..ParserLimits::default() }
+}
+
+/// Whether a grammar is one. Takes processor time: call it on the text pool.
+pub fn check(grammar: &Grammar) -> Result<(), ApiError> {
+    let refused = |cause: String| ApiError::value("structured_outputs", format!("Grammar error: {cause}"));
+    let source = match grammar {
+        Grammar::JsonSchema(text) => {
+            TopLevelGrammar::from_json_schema(serde_json::from_str(text).map_err(|e| refused(e.to_string()))?)
+        }
+        Grammar::Regex(regex) => TopLevelGrammar::from_regex(regex),
+        Grammar::Lark(lark) => TopLevelGrammar::from_lark(lark.clone()),
+    };
+    // The parser is upstream's: should it panic on a grammar, that grammar is refused and nothing else happens.
+    let checked = std::panic::catch_unwind(|| GrammarInit::Serialized(source).validate(None, bounds()));
+    match checked {
+        Ok(ValidationResult::Valid | ValidationResult::Warnings(_)) => Ok(()),
+        Ok(ValidationResult::Error(cause)) => Err(refused(cause)),
+        Err(_) => Err(refused("it can not be read".to_owned())),
+    }
 }
 
 fn constraint(s: &StructuredOutputs, limits: &RequestLimits) -> Result<Option<Grammar>, ApiError> {
@@ -144,6 +170,35 @@ mod tests {
         );
         for none in [json!({}), json!({"response_format": null}), json!({"response_format": {"type": "text"}})] {
             assert_eq!(of(none).unwrap(), None);
+        }
+    }
+
+    #[test]
+    fn what_is_no_grammar_is_refused_quickly() {
+        let deep = format!("{}1{}", "{\"items\":".repeat(100), "}".repeat(100));
+        for grammar in [
+            Grammar::JsonSchema(r#"{"type":"nosuch"}"#.into()),
+            Grammar::JsonSchema(r##"{"$ref":"#/definitions/none"}"##.into()),
+            Grammar::JsonSchema(deep),
+            Grammar::JsonSchema(r#"{"type":"string","pattern":"(["}"#.into()),
+            Grammar::Regex("([".into()),
+            Grammar::Regex("(?=a)".into()),
+            Grammar::Lark("start: nosuch".into()),
+            Grammar::Lark("begin: \"a\"".into()),
+            Grammar::Lark(String::new()),
+        ] {
+            let started = std::time::Instant::now();
+            let e = check(&grammar).expect_err(&format!("{grammar:?}"));
+            assert!(e.message.starts_with("Grammar error: "), "{e}");
+            assert!(started.elapsed().as_secs() < 2, "{grammar:?}");
+        }
+        for grammar in [
+            Grammar::JsonSchema(ANY_OBJECT.into()),
+            Grammar::JsonSchema("{}".into()),
+            Grammar::Regex("(a+)+$?".replace('$', "b")),
+            Grammar::Lark("start: \"a\\\"b\" | \"北\"\n".into()),
+        ] {
+            check(&grammar).unwrap_or_else(|e| panic!("{grammar:?}: {e}"));
         }
     }
 

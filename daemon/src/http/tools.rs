@@ -195,6 +195,7 @@ mod tests {
         let limits = RequestLimits::default();
         let required = plan(json!({"tools": [tool("f"), tool("g")], "tool_choice": "required"})).unwrap().unwrap();
         let Some(Grammar::Lark(text)) = required.grammar(false, &limits).unwrap() else { panic!() };
+        super::super::structured::check(&Grammar::Lark(text.clone())).unwrap();
         assert!(
             text.starts_with("start: call (\"\\n\" call)*\ncall: \"<tool_call>\\n\" (f0 | f1) \"\\n</tool_call>\"\n"),
             "{text}"
@@ -206,6 +207,7 @@ mod tests {
         let choice = json!({"type": "function", "function": {"name": "g"}});
         let named = plan(json!({"tools": [tool("f"), tool("g")], "tool_choice": choice})).unwrap().unwrap();
         let Some(Grammar::Lark(text)) = named.grammar(true, &limits).unwrap() else { panic!() };
+        super::super::structured::check(&Grammar::Lark(text.clone())).unwrap();
         assert!(text.starts_with("start: thought call\n") && !text.contains("\"f\""), "{text}");
         let auto = plan(json!({"tools": [tool("f")]})).unwrap().unwrap();
         assert_eq!(auto.grammar(false, &limits).unwrap(), None);
