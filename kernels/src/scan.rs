@@ -49,6 +49,8 @@ impl ScanKernels {
         match isa {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 | Isa::AvxVnni => &crate::x86_64::avx2::scan::KERNELS,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 | Isa::Avx512Bf16 => &crate::x86_64::avx512::scan::KERNELS,
             _ => &crate::reference::scan::KERNELS,
         }
     }

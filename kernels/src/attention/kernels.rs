@@ -80,12 +80,18 @@ impl AttentionKernels {
         assert!(isa.available(), "this CPU lacks the level {isa}");
         use crate::reference;
         #[cfg(target_arch = "x86_64")]
-        use crate::x86_64::avx2;
+        use crate::x86_64::{avx2, avx512};
         match (isa, kind) {
             #[cfg(target_arch = "x86_64")]
             (Isa::Avx2 | Isa::AvxVnni, KvKind::F32) => &avx2::attention::F32,
             #[cfg(target_arch = "x86_64")]
             (Isa::Avx2 | Isa::AvxVnni, KvKind::Bf16) => &avx2::attention::BF16,
+            #[cfg(target_arch = "x86_64")]
+            (Isa::Avx512 | Isa::Avx512Bf16, KvKind::F32) => &avx512::attention::F32,
+            #[cfg(target_arch = "x86_64")]
+            (Isa::Avx512, KvKind::Bf16) => &avx512::attention::WIDENED,
+            #[cfg(target_arch = "x86_64")]
+            (Isa::Avx512Bf16, KvKind::Bf16) => &avx512::attention::BF16,
             (_, KvKind::F32) => &reference::attention::F32,
             (_, KvKind::Bf16) => &reference::attention::BF16,
         }

@@ -168,32 +168,30 @@ pub(crate) struct ValuesTile {
 /// A tile of a fixed number of rows and lines.
 pub(crate) type TileFn<T> = unsafe fn(&T);
 
-/// A level's register tiles.
+/// A level's register tiles: for 1, 2, ... rows the numbers of lines that a tile takes at once, most first, down to one.
 #[derive(Debug)]
-pub(crate) struct Tiles<T: 'static> {
-    /// For 1, 2, ... rows: lines that the wide tile takes at once, and it. Shares of one walk differ by a row, so all counts
-    /// above half of the table must have one width.
-    pub(crate) wide: &'static [(usize, TileFn<T>)],
-    /// For 1, 2, ... rows: the tile of one line.
-    pub(crate) single: &'static [TileFn<T>],
-}
+pub(crate) struct Tiles<T: 'static>(pub(crate) &'static [&'static [(usize, TileFn<T>)]]);
 
 impl<T> Tiles<T> {
     /// Calls `f(line, rows, kernel)` for tiles that cover `rows` rows and `lines` lines, lines outermost: a line that was
-    /// brought for the first rows is still near for the others. Rows are shared evenly: 8 are two of 4, not 6 and 2.
+    /// brought for the first rows is still near for the others. Rows are shared evenly: 8 are two of 4, not 5 and 3.
     #[inline(always)]
     fn walk(&self, rows: usize, lines: usize, mut f: impl FnMut(usize, std::ops::Range<usize>, TileFn<T>)) {
-        let tiles = rows.div_ceil(self.single.len());
-        let width = self.wide[rows.div_ceil(tiles) - 1].0;
+        let tiles = rows.div_ceil(self.0.len());
+        let widths = self.0[rows.div_ceil(tiles) - 1];
         let mut line = 0;
         while line < lines {
-            let whole = width > 1 && line + width <= lines;
+            let width = widths.iter().map(|option| option.0).find(|width| line + width <= lines).unwrap_or(1);
             for tile in 0..tiles {
                 let share = tile * rows / tiles..(tile + 1) * rows / tiles;
-                let index = share.len() - 1;
-                f(line, share, if whole { self.wide[index].1 } else { self.single[index] });
+                let options = self.0[share.len() - 1];
+                match options.iter().find(|option| option.0 == width) {
+                    Some(option) => f(line, share, option.1),
+                    // A share one row smaller whose tiles are cut otherwise.
+                    None => (line..line + width).for_each(|line| f(line, share.clone(), options[options.len() - 1].1)),
+                }
             }
-            line += if whole { width } else { 1 };
+            line += width;
         }
     }
 }
@@ -406,7 +404,7 @@ pub(crate) unsafe fn rotate<S: Lanes>(x: &[f32], cos_sin: &[f32], scale: f32, ou
 macro_rules! attention_level {
     (
         $table:ident, $level:ident, $features:literal, $simd:ty, $product:ty, $operand:ident, $pack:ident,
-        wide: [$(($rows:literal, $lines:literal)),*]
+        tiles: [$($rows:literal => [$($lines:literal),*]),*]
     ) => {
         struct $level;
 
@@ -464,21 +462,15 @@ macro_rules! attention_level {
             const DEPTH: usize =
                 <$product as $crate::attention::vector::Product<$simd>>::DEPTH;
             const SCORES: $crate::attention::vector::Tiles<$crate::attention::vector::ScoresTile> =
-                $crate::attention::vector::Tiles {
-                    wide: &[$((
-                        $lines,
-                        $level::scores_tile::<$rows, { $lines * 16 / <$simd as $crate::simd::Simd>::LANES }>,
-                    )),*],
-                    single: &[$($level::scores_tile::<$rows, { 16 / <$simd as $crate::simd::Simd>::LANES }>),*],
-                };
+                $crate::attention::vector::Tiles(&[$(&[$((
+                    $lines,
+                    $level::scores_tile::<$rows, { $lines * 16 / <$simd as $crate::simd::Simd>::LANES }>,
+                )),*]),*]);
             const VALUES: $crate::attention::vector::Tiles<$crate::attention::vector::ValuesTile> =
-                $crate::attention::vector::Tiles {
-                    wide: &[$((
-                        $lines,
-                        $level::values_tile::<$rows, { $lines * 16 / <$simd as $crate::simd::Simd>::LANES }>,
-                    )),*],
-                    single: &[$($level::values_tile::<$rows, { 16 / <$simd as $crate::simd::Simd>::LANES }>),*],
-                };
+                $crate::attention::vector::Tiles(&[$(&[$((
+                    $lines,
+                    $level::values_tile::<$rows, { $lines * 16 / <$simd as $crate::simd::Simd>::LANES }>,
+                )),*]),*]);
         }
 
         pub(crate) static $table: AttentionKernels = AttentionKernels {

@@ -9,9 +9,9 @@ use crate::attention::vector::{Float, Widened, attention_level};
 
 attention_level!(
     F32, Avx2F32, "avx2,fma,f16c", Avx2, Float, F32, pack_block_f32,
-    wide: [(1, 4), (2, 2), (3, 2), (4, 1), (5, 1), (6, 1)]
+    tiles: [1 => [4, 2, 1], 2 => [2, 1], 3 => [2, 1], 4 => [1], 5 => [1], 6 => [1]]
 );
 attention_level!(
     BF16, Avx2Bf16, "avx2,fma,f16c", Avx2, Widened, F32, pack_block_bf16,
-    wide: [(1, 4), (2, 2), (3, 1), (4, 1), (5, 1)]
+    tiles: [1 => [4, 2, 1], 2 => [2, 1], 3 => [1], 4 => [1], 5 => [1]]
 );
