@@ -3,6 +3,9 @@
 //!
 //! Weights are walked over many distinct matrices, as a model does, so that no cache flatters a rate.
 
+mod attention;
+mod scan;
+
 use std::fmt::Write;
 use std::hint::black_box;
 use std::time::{Duration, Instant};
@@ -96,6 +99,8 @@ pub fn run_with(pool: &Pool, isa: Isa, filter: &str) -> String {
             }
         }
     }
+    text.push_str(&attention::run(pool, isa, &peaks, &words, cached));
+    text.push_str(&scan::run(pool, isa, &peaks, &words));
     let _ = writeln!(text, "plain read {:.1} GB/s after", read_rate(pool));
     text
 }
