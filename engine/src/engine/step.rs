@@ -3,7 +3,6 @@
 use super::{Engine, EngineError};
 use crate::outputs::{FinishReason, NO_TOKEN, PromptLogprobs, SequenceOutput, Started, StepOutputs, TokenLogprobs};
 use crate::runner::{ModelRunner, Row, Want};
-use crate::sampling::filters::all_finite;
 use crate::sampling::{self, Chosen, NoChoice, Scratch, stop};
 use crate::scheduler::plan::{RowUse, build_batch};
 use crate::sequence::{Key, Sequences, State};
@@ -247,12 +246,11 @@ impl RowSlot {
 
     fn read_prompt(&mut self, key: Key, position: usize, row: &Row<'_>, sequences: &Sequences) {
         let sequence = &sequences[key];
-        self.prompt = Some(match row {
-            Row::Logits(row) if all_finite(row) => {
-                let top = sequence.params.prompt_logprobs.unwrap_or(0);
-                Ok(sampling::logprobs(row, sequence.prompt[position + 1], top as usize))
-            }
-            _ => Err(NoChoice::NotFinite),
-        });
+        let top = sequence.params.prompt_logprobs.unwrap_or(0) as usize;
+        let known = match row {
+            Row::Logits(row) => sampling::logprobs(row, sequence.prompt[position + 1], top),
+            Row::Greedy { .. } => None,
+        };
+        self.prompt = Some(known.ok_or(NoChoice::NotFinite));
     }
 }

@@ -1,8 +1,11 @@
-//! Reading a row of logits: the most likely tokens, log-probabilities, and the draw under temperature, min-p, top-k, top-p.
+//! The draw from a row of logits under temperature, min-p, top-k and top-p.
 //!
 //! The vocabulary is large (103 424) and is never sorted: top-k keeps candidates above a threshold, top-p works inside
-//! candidates, and only a row so flat that thousands of tokens share the mass falls back to a histogram. Every sum has one
-//! order, so equal rows give equal tokens. Order everywhere: larger logit first, lower id on ties.
+//! candidates, and only a row so flat that thousands of tokens share the mass falls back to a histogram. The scans are those of
+//! `ernie_kernels::sample`. Every sum has one order, so equal rows give equal tokens. Order everywhere: larger logit first,
+//! lower id on ties.
+
+use ernie_kernels::sample;
 
 /// A token and its logit.
 pub type Candidate = (u32, f32);
@@ -14,8 +17,6 @@ pub struct Buffers {
     bins: Vec<f64>,
 }
 
-/// Candidates are collected up to this many before they are thinned to the best.
-const SLACK: usize = 4096;
 /// Logits that are looked at together.
 const CHUNK: usize = 1024;
 const LANES: usize = 8;
@@ -41,18 +42,16 @@ struct Cut {
 }
 
 impl Filters {
-    /// Draws a token with `uniform` from [0, 1). `None`: every token is banned.
-    pub fn draw(&self, row: &[f32], uniform: f64, buffers: &mut Buffers) -> Option<u32> {
-        let (first, max) = argmax(row)?;
-        if max == f32::NEG_INFINITY {
-            return None;
-        }
+    /// Draws a token with `uniform` from [0, 1). `best` is the most likely token and its logit; the others are finite, or -inf
+    /// when they are banned.
+    pub fn draw(&self, row: &[f32], best: Candidate, uniform: f64, buffers: &mut Buffers) -> u32 {
+        let (first, max) = best;
         let scale = 1.0 / self.temperature;
         let floor = if self.min_p > 0.0 { max + self.temperature * self.min_p.ln() } else { f32::MIN };
         let above = Cut { logit: floor, token: u32::MAX };
         let Buffers { candidates, bins } = buffers;
         let token = if self.top_k > 0 && (self.top_k as usize) < row.len() {
-            top_k(row, self.top_k as usize, candidates);
+            sample::top_k(row, self.top_k as usize, candidates);
             let kept = candidates.partition_point(|&(_, logit)| logit >= floor);
             candidates.truncate(kept);
             let total: f64 = candidates.iter().map(|&(_, logit)| weight(logit, max, scale)).sum();
@@ -70,14 +69,14 @@ impl Filters {
         } else {
             draw_from_row(row, max, scale, above, uniform)
         };
-        Some(token.unwrap_or(first))
+        token.unwrap_or(first)
     }
 
     /// Collects the fewest most likely tokens that together have `goal`. False if these are too many.
     fn nucleus(&self, row: &[f32], max: f32, floor: f32, goal: f64, candidates: &mut Vec<Candidate>) -> bool {
         let scale = 1.0 / self.temperature;
         for k in [64, 1024] {
-            top_k(row, k, candidates);
+            sample::top_k(row, k, candidates);
             let kept = candidates.partition_point(|&(_, logit)| logit >= floor);
             let all = kept < candidates.len() || candidates.len() < k;
             candidates.truncate(kept);
@@ -89,27 +88,8 @@ impl Filters {
     }
 }
 
-/// Whether every logit is a number.
-pub fn all_finite(row: &[f32]) -> bool {
-    let mut lanes = [0.0f32; LANES];
-    let (chunks, rest) = row.as_chunks::<LANES>();
-    for chunk in chunks {
-        for (lane, logit) in lanes.iter_mut().zip(chunk) {
-            // 0 for a number; NaN for NaN and the infinities, and NaN stays.
-            *lane += logit * 0.0;
-        }
-    }
-    lanes.iter().all(|lane| *lane == 0.0) && rest.iter().all(|logit| logit.is_finite())
-}
-
-/// The most likely token and its logit. `None` for an empty row.
+/// The most likely token that is not banned, and its logit. Logits are finite, or -inf when they are banned.
 pub fn argmax(row: &[f32]) -> Option<Candidate> {
-    let max = row_max(row);
-    let at = row.iter().position(|&logit| logit == max)?;
-    Some((u32::try_from(at).ok()?, max))
-}
-
-fn row_max(row: &[f32]) -> f32 {
     let mut lanes = [f32::NEG_INFINITY; LANES];
     let (chunks, rest) = row.as_chunks::<LANES>();
     for chunk in chunks {
@@ -117,16 +97,9 @@ fn row_max(row: &[f32]) -> f32 {
             *lane = if logit > *lane { logit } else { *lane };
         }
     }
-    lanes.iter().chain(rest).fold(f32::NEG_INFINITY, |max, &logit| if logit > max { logit } else { max })
-}
-
-/// Logarithm of the sum of the exponentials.
-pub fn log_sum_exp(row: &[f32]) -> f32 {
-    let max = row_max(row);
-    let all = Cut { logit: f32::NEG_INFINITY, token: u32::MAX };
-    #[expect(clippy::cast_possible_truncation, reason = "as precise as the logits")]
-    let log = mass(row, max, 1.0, all).ln() as f32;
-    max + log
+    let max = lanes.iter().chain(rest).fold(f32::NEG_INFINITY, |max, &logit| if logit > max { logit } else { max });
+    let at = row.iter().position(|&logit| logit == max && max > f32::NEG_INFINITY)?;
+    Some((u32::try_from(at).ok()?, max))
 }
 
 /// Place of a logit among all, 1 for the largest; equal ones count as before it (as vLLM counts).
@@ -139,36 +112,6 @@ pub fn rank(row: &[f32], logit: f32) -> u32 {
         }
     }
     lanes.iter().sum::<u32>() + rest.iter().map(|&other| u32::from(other >= logit)).sum::<u32>()
-}
-
-/// The `k` most likely tokens in order; fewer if the others are banned.
-pub fn top_k(row: &[f32], k: usize, out: &mut Vec<Candidate>) {
-    out.clear();
-    if k == 0 {
-        return;
-    }
-    out.reserve(k + SLACK);
-    let mut threshold = f32::NEG_INFINITY;
-    for (chunk, base) in row.chunks(LANES * 2).zip((0u32..).step_by(LANES * 2)) {
-        if !chunk.iter().fold(false, |any, &logit| any | (logit > threshold)) {
-            continue;
-        }
-        for (&logit, token) in chunk.iter().zip(base..) {
-            if logit > threshold {
-                out.push((token, logit));
-            }
-        }
-        if out.len() > k + SLACK - LANES * 2 {
-            out.select_nth_unstable_by(k - 1, order);
-            out.truncate(k);
-            threshold = out[k - 1].1;
-        }
-    }
-    if out.len() > k {
-        out.select_nth_unstable_by(k - 1, order);
-        out.truncate(k);
-    }
-    out.sort_unstable_by(order);
 }
 
 fn order(a: &Candidate, b: &Candidate) -> std::cmp::Ordering {
@@ -203,22 +146,15 @@ fn mass(row: &[f32], max: f32, scale: f32, cut: Cut) -> f64 {
 }
 
 fn chunk_mass(chunk: &[f32], base: u32, max: f32, scale: f32, cut: Cut) -> f64 {
+    if cut.logit <= f32::MIN {
+        return f64::from(sample::sum_exp(chunk, max, scale));
+    }
     let mut lanes = [0.0f32; LANES];
     let (groups, rest) = chunk.as_chunks::<LANES>();
-    // Whether ids matter at the edge of the cut is the same for a whole chunk, almost always.
-    let all_ids = base + (CHUNK as u32) <= cut.token;
-    if all_ids {
-        for group in groups {
-            for (lane, &logit) in lanes.iter_mut().zip(group) {
-                let weight = exp((logit - max) * scale);
-                *lane += if logit >= cut.logit { weight } else { 0.0 };
-            }
-        }
-    } else {
-        for (group, at) in groups.iter().zip((base..).step_by(LANES)) {
-            for ((lane, &logit), token) in lanes.iter_mut().zip(group).zip(at..) {
-                *lane += if cut.keeps(token, logit) { exp((logit - max) * scale) } else { 0.0 };
-            }
+    for (group, at) in groups.iter().zip((base..).step_by(LANES)) {
+        for ((lane, &logit), token) in lanes.iter_mut().zip(group).zip(at..) {
+            let weight = exp((logit - max) * scale);
+            *lane += if cut.keeps(token, logit) { weight } else { 0.0 };
         }
     }
     let mut sum = f64::from(lanes.iter().sum::<f32>());
@@ -394,7 +330,7 @@ mod tests {
             let draws = 40_000;
             let mut counts = vec![0u32; row.len()];
             for i in 0..draws {
-                counts[filters.draw(&row, uniform(1, 0, i), &mut buffers).unwrap() as usize] += 1;
+                counts[filters.draw(&row, argmax(&row).unwrap(), uniform(1, 0, i), &mut buffers) as usize] += 1;
             }
             for &(token, probability) in &expected {
                 let seen = f64::from(counts[token as usize]) / draws as f64;
@@ -417,7 +353,12 @@ mod tests {
         let mut buffers = Buffers::default();
         let mut outside = 0;
         for i in 0..2_000 {
-            outside += u32::from(!expected.contains(&filters.draw(&row, uniform(1, 0, i), &mut buffers).unwrap()));
+            outside += u32::from(!expected.contains(&filters.draw(
+                &row,
+                argmax(&row).unwrap(),
+                uniform(1, 0, i),
+                &mut buffers,
+            )));
         }
         // One token at the edge may fall either way by rounding.
         assert!(outside <= 1, "{outside} draws outside of top-p");
@@ -432,55 +373,23 @@ mod tests {
         for (top_p, top_k) in [(1.0, 0), (0.999, 0), (1.0, 3), (1e-6, 0)] {
             let filters = Filters { temperature: 1.0, top_p, top_k, min_p: 0.0 };
             for uniform in [0.0, 1.0 - f64::EPSILON / 2.0] {
-                let token = filters.draw(&row, uniform, &mut buffers).unwrap();
+                let token = filters.draw(&row, argmax(&row).unwrap(), uniform, &mut buffers);
                 assert!(token != 0 && token != 4_999);
-            }
-        }
-    }
-
-    #[test]
-    fn a_row_without_any_allowed_token_draws_nothing() {
-        let filters = Filters { temperature: 1.0, top_p: 0.5, top_k: 3, min_p: 0.1 };
-        assert_eq!(filters.draw(&[f32::NEG_INFINITY; 40], 0.5, &mut Buffers::default()), None);
-    }
-
-    #[test]
-    fn a_single_bad_logit_is_noticed_anywhere() {
-        for len in [1, 7, 8, 9, 100] {
-            for at in 0..len {
-                for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {
-                    let mut row = vec![1.0; len];
-                    assert!(all_finite(&row));
-                    row[at] = bad;
-                    assert!(!all_finite(&row), "{bad} at {at} of {len}");
-                }
             }
         }
     }
 
     proptest! {
         #[test]
-        fn top_k_is_the_head_of_the_sorted_row(
-            values in proptest::collection::vec(-20i8..20, 1..12_000), k in 1usize..200, ascending in any::<bool>()
-        ) {
+        fn argmax_and_rank_agree_with_their_definitions(values in proptest::collection::vec(-20i8..20, 1..300)) {
             let mut row: Vec<f32> = values.iter().map(|&v| f32::from(v)).collect();
-            if ascending {
-                row.sort_by(f32::total_cmp);
+            row[0] = f32::NEG_INFINITY;
+            let best = row.iter().copied().fold(f32::NEG_INFINITY, f32::max);
+            let first = row.iter().position(|&v| v == best && best > f32::NEG_INFINITY);
+            prop_assert_eq!(argmax(&row).map(|(token, _)| token as usize), first);
+            for logit in [best, 0.0] {
+                prop_assert_eq!(rank(&row, logit) as usize, row.iter().filter(|&&v| v >= logit).count());
             }
-            let mut sorted: Vec<Candidate> = (0..).zip(row.iter().copied()).collect();
-            sorted.sort_by(order);
-            sorted.truncate(k);
-            let mut top = Vec::new();
-            top_k(&row, k, &mut top);
-            prop_assert_eq!(&top, &sorted);
-            prop_assert_eq!(argmax(&row), Some(sorted[0]));
-            prop_assert_eq!(rank(&row, sorted[0].1), row.iter().map(|&v| u32::from(v >= sorted[0].1)).sum::<u32>());
-        }
-
-        #[test]
-        fn log_sum_exp_is_precise(row in proptest::collection::vec(-60f32..60.0, 1..3_000)) {
-            let exact = row.iter().map(|&v| f64::from(v).exp()).sum::<f64>().ln();
-            prop_assert!((f64::from(log_sum_exp(&row)) - exact).abs() < 1e-5 * exact.abs().max(1.0));
         }
 
         #[test]

@@ -13,7 +13,8 @@ pub mod stop;
 use crate::outputs::TokenLogprobs;
 use crate::params::SamplingParams;
 use crate::runner::{Row, Want};
-use filters::{Buffers, Filters};
+use ernie_kernels::sample;
+use filters::{Buffers, Candidate, Filters};
 use grammar::GrammarState;
 use penalties::{Edits, Seen};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -101,13 +102,17 @@ impl Sampler {
             Row::Greedy { .. } => return Err(NoChoice::NotFinite),
             Row::Logits(row) => *row,
         };
-        if !filters::all_finite(row) {
+        let best = sample::argmax(row);
+        if best.1.is_nan() {
             return Err(NoChoice::NotFinite);
         }
         let Scratch { buffers, copy } = scratch;
-        let edited = if self.edit(params, generated, row, copy)? { copy.as_slice() } else { row };
-        let token = self.pick(params, position, edited, buffers).ok_or(NoChoice::DeadEnd)?;
-        let logprobs = params.logprobs.map(|top| logprobs(row, token, top as usize));
+        let (edited, best) = match self.edit(params, generated, row, copy)? {
+            true => (copy.as_slice(), filters::argmax(copy).ok_or(NoChoice::DeadEnd)?),
+            false => (row, best),
+        };
+        let token = self.pick(params, position, edited, best, buffers);
+        let logprobs = params.logprobs.and_then(|top| logprobs(row, token, top as usize));
         Ok(Chosen { token, logprobs })
     }
 
@@ -172,9 +177,16 @@ impl Sampler {
         Ok(true)
     }
 
-    fn pick(&self, params: &SamplingParams, position: usize, row: &[f32], buffers: &mut Buffers) -> Option<u32> {
+    fn pick(
+        &self,
+        params: &SamplingParams,
+        position: usize,
+        row: &[f32],
+        best: Candidate,
+        buffers: &mut Buffers,
+    ) -> u32 {
         if params.temperature < GREEDY {
-            return filters::argmax(row).filter(|&(_, logit)| logit > f32::NEG_INFINITY).map(|(token, _)| token);
+            return best.0;
         }
         let filters = Filters {
             temperature: params.temperature.max(COLDEST),
@@ -182,24 +194,26 @@ impl Sampler {
             top_k: params.top_k,
             min_p: params.min_p,
         };
-        filters.draw(row, rng::uniform(params.seed, self.choice, position as u64), buffers)
+        filters.draw(row, best, rng::uniform(params.seed, self.choice, position as u64), buffers)
     }
 }
 
 /// Entries to reserve ahead for what a choice will generate; longer answers grow their memory.
 pub const RESERVE: u32 = 4096;
 
-/// Log-probabilities of a token and of the `top` most likely ones.
-pub fn logprobs(row: &[f32], token: u32, top: usize) -> TokenLogprobs {
-    let total = filters::log_sum_exp(row);
+/// Log-probabilities of a token and of the `top` most likely ones. `None` if a logit is not finite.
+pub fn logprobs(row: &[f32], token: u32, top: usize) -> Option<TokenLogprobs> {
+    let total = sample::log_sum_exp(row);
+    if !total.is_finite() || sample::argmax(row).1.is_nan() {
+        return None;
+    }
     let logit = row[token as usize];
     let mut best = Vec::new();
-    filters::top_k(row, top, &mut best);
+    sample::top_k(row, top, &mut best);
     for (_, logit) in &mut best {
         *logit -= total;
     }
-    best.shrink_to_fit();
-    TokenLogprobs { logprob: logit - total, rank: filters::rank(row, logit), top: best }
+    Some(TokenLogprobs { logprob: logit - total, rank: filters::rank(row, logit), top: best })
 }
 
 #[cfg(test)]
