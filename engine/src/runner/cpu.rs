@@ -278,6 +278,50 @@ impl ModelRunner for CpuRunner {
         self.pool.run(jobs, &|job, _| work(job));
     }
 
+    fn for_each_row(&mut self, rows: usize, work: &(dyn Fn(usize, Row<'_>) + Sync)) {
+        let vocab = self.limits.vocab_size as usize;
+        let mut first = 0;
+        while first < rows {
+            let part = match &self.results {
+                Results::Greedy => {
+                    (first..rows).for_each(|i| work(i, self.row(i)));
+                    return;
+                }
+                Results::Logits(part) if part.contains(&first) => part.clone(),
+                Results::Logits(_) => {
+                    self.compute_logits(first, &mut ());
+                    continue;
+                }
+            };
+            let (logits, wants) = (&self.workspace.logits, &self.wants);
+            let end = part.end.min(rows);
+            self.pool.run(end - first, &|job, _| {
+                let i = first + job;
+                let row = &logits[(i - part.start) * vocab..][..vocab];
+                match wants[i] {
+                    Want::Logits => work(i, Row::Logits(row)),
+                    Want::Greedy => {
+                        let (token, logit) = argmax(row);
+                        work(i, Row::Greedy { token, logit });
+                    }
+                }
+            });
+            first = end;
+        }
+    }
+
+    fn block_bytes(&self) -> usize {
+        self.kv.bytes() / self.kv.num_blocks()
+    }
+
+    fn export_block(&self, block: u32, out: &mut [u8]) {
+        self.kv.export_block(block, out);
+    }
+
+    fn import_block(&mut self, block: u32, from: &[u8]) {
+        self.kv.import_block(block, from);
+    }
+
     fn expert_tokens(&self) -> &[Vec<u64>] {
         &self.expert_tokens
     }
