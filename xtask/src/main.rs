@@ -2,6 +2,7 @@
 
 mod check;
 mod tidy;
+mod versus;
 
 use anyhow::{Result, bail};
 use std::path::PathBuf;
@@ -14,6 +15,7 @@ cargo xtask COMMAND
   ci           test, plus fmt, clippy, tidy and deny: what .ci/run runs
   tidy         the import rules and other invariants of docs/architecture.md
   lint         fmt, clippy, tidy, deny
+  versus …     ernied against another server, interleaved; --help tells the options
   ab REV       interleave the engine benchmark of this tree and of REV, print the ratio
 ";
 
@@ -31,6 +33,11 @@ fn main() -> Result<()> {
         }
         "lint" => check::lint(&sh),
         "tidy" => tidy::run(&project_root()),
+        "versus" if rest.iter().any(|a| a == "--help") => {
+            print!("{}", versus::USAGE);
+            Ok(())
+        }
+        "versus" => versus::run(&sh, &rest),
         "ab" => check::ab(&sh, rest.first().map(String::as_str)),
         _ => {
             eprint!("{USAGE}");

@@ -25,15 +25,17 @@ struct Load {
     input: u32,
     output: u32,
     requests: u32,
+    /// Chooses the prompts: the same seed sends the same ones, another seed meets no cached prefix of an earlier run.
+    seed: u64,
 }
 
 /// Named loads of the owner's documents, and two of ours.
 const PROFILES: &[(&str, Load)] = &[
-    ("a10-512-256", Load { concurrency: 16, input: 512, output: 256, requests: 64 }),
-    ("batch8", Load { concurrency: 8, input: 128, output: 128, requests: 64 }),
-    ("c100-320", Load { concurrency: 100, input: 320, output: 128, requests: 300 }),
-    ("chat", Load { concurrency: 4, input: 64, output: 64, requests: 32 }),
-    ("long", Load { concurrency: 2, input: 2048, output: 128, requests: 8 }),
+    ("a10-512-256", Load { concurrency: 16, input: 512, output: 256, requests: 64, seed: 0 }),
+    ("batch8", Load { concurrency: 8, input: 128, output: 128, requests: 64, seed: 0 }),
+    ("c100-320", Load { concurrency: 100, input: 320, output: 128, requests: 300, seed: 0 }),
+    ("chat", Load { concurrency: 4, input: 64, output: 64, requests: 32, seed: 0 }),
+    ("long", Load { concurrency: 2, input: 2048, output: 128, requests: 8, seed: 0 }),
 ];
 
 /// One request as its client saw it.
@@ -98,6 +100,7 @@ fn load(args: &BenchArgs) -> Result<Load> {
     load.input = args.input.unwrap_or(load.input).max(1);
     load.output = args.output.unwrap_or(load.output).max(1);
     load.requests = args.requests.unwrap_or(load.requests).max(1);
+    load.seed = args.seed;
     Ok(load)
 }
 
@@ -105,7 +108,7 @@ async fn measure(api: &Api, name: &str, model: &str, load: Load) -> Result<Repor
     let words = words_per_token(api, model).await;
     // One request first: it pays for what only the first one pays for, and tells early when the server refuses.
     let warm = Load { output: load.output.min(8), ..load };
-    request(api, model, &prompt(0, (f64::from(load.input) * words) as u32), warm.output).await?;
+    request(api, model, &prompt(load.seed, 0, (f64::from(load.input) * words) as u32), warm.output).await?;
     let bar = progress(load.requests);
     let next = Arc::new(AtomicU32::new(0));
     let began = Instant::now();
@@ -119,7 +122,7 @@ async fn measure(api: &Api, name: &str, model: &str, load: Load) -> Result<Repor
                 if index >= load.requests {
                     return outcomes;
                 }
-                let prompt = prompt(index + 1, (f64::from(load.input) * words) as u32);
+                let prompt = prompt(load.seed, index + 1, (f64::from(load.input) * words) as u32);
                 outcomes.push(request(&api, &model, &prompt, load.output).await);
                 bar.inc(1);
             }
@@ -207,8 +210,8 @@ const WORDS: [&str; 16] = [
 ];
 
 /// Words in an order that a small generator draws from the request's number: the same in every run, never shared beginnings.
-fn prompt(index: u32, words: u32) -> String {
-    let mut state = u64::from(index).wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+fn prompt(seed: u64, index: u32, words: u32) -> String {
+    let mut state = (u64::from(index) ^ seed.rotate_left(32)).wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut out = String::new();
     for _ in 0..words.max(1) {
         state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
@@ -220,7 +223,7 @@ fn prompt(index: u32, words: u32) -> String {
 
 /// How many of our words make a token of this model; 1 when the server can not tell.
 async fn words_per_token(api: &Api, model: &str) -> f64 {
-    let body = json!({ "model": model, "prompt": prompt(1, 256) });
+    let body = json!({ "model": model, "prompt": prompt(0, 1, 256) });
     match api.json(Method::POST, "/tokenize", Some(&body)).await {
         Ok(reply) => reply["count"].as_u64().filter(|n| *n > 0).map_or(1.0, |n| 256.0 / n as f64),
         Err(_) => 1.0,
@@ -301,8 +304,8 @@ mod tests {
 
     #[test]
     fn prompts_are_the_same_in_every_run_and_differ_from_each_other() {
-        assert_eq!(prompt(3, 50), prompt(3, 50));
-        let beginnings: std::collections::HashSet<String> = (1..64).map(|i| prompt(i, 8)).collect();
+        assert_eq!(prompt(0, 3, 50), prompt(0, 3, 50));
+        let beginnings: std::collections::HashSet<String> = (1..64).map(|i| prompt(0, i, 8)).collect();
         assert_eq!(beginnings.len(), 63);
     }
 }
