@@ -121,7 +121,7 @@ async fn a_client_that_hangs_up_frees_its_blocks() -> Result<()> {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_full_queue_refuses_with_503_and_retry_after() -> Result<()> {
-    let options = DaemonOptions::default().flags(&["--max-num-seqs", "2", "--max-queued-requests", "4"]);
+    let options = DaemonOptions::default().flags(&["--max-num-seqs", "2", "--max-num-queued-reqs", "4"]);
     let daemon = TestDaemon::start(options).await?;
     let client = daemon.client();
     let mut tasks = Vec::new();
