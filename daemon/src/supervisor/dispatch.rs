@@ -82,6 +82,21 @@ pub(super) struct Figures {
     pub(super) next_token_time: Duration,
 }
 
+impl Figures {
+    /// What came after `then`.
+    pub(super) fn since(&self, then: &Figures) -> Figures {
+        Figures {
+            finished: self.finished.saturating_sub(then.finished),
+            failed: self.failed.saturating_sub(then.failed),
+            tokens: self.tokens.saturating_sub(then.tokens),
+            first_tokens: self.first_tokens.saturating_sub(then.first_tokens),
+            first_token_time: self.first_token_time.saturating_sub(then.first_token_time),
+            next_tokens: self.next_tokens.saturating_sub(then.next_tokens),
+            next_token_time: self.next_token_time.saturating_sub(then.next_token_time),
+        }
+    }
+}
+
 /// What a step report changed.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(super) struct Applied {
@@ -119,10 +134,6 @@ impl Requests {
 
     pub(super) fn held(&self) -> usize {
         self.held.len()
-    }
-
-    pub(super) fn held_by(&self, deployment: DeploymentId) -> usize {
-        self.held_range(deployment).count()
     }
 
     pub(super) fn of_deployment(&self, deployment: DeploymentId) -> usize {

@@ -9,14 +9,20 @@ mod dispatch;
 mod fleet;
 mod liveness;
 mod observe;
+mod probe;
 mod publish;
 mod restart;
 mod rollout;
+mod rollouts;
 #[cfg(test)]
 pub(crate) mod scripted;
 mod slots;
+mod soak;
 mod status;
 mod stderr;
+mod stored;
+#[cfg(test)]
+mod swap_tests;
 #[cfg(test)]
 mod tests;
 mod worker;
@@ -29,19 +35,28 @@ pub use fleet::{
 pub use liveness::LivenessSettings;
 pub use observe::{FleetEvent, FleetObserver};
 pub use restart::RestartSettings;
-pub use rollout::{RolloutOutcome, RolloutPhase, RolloutRefusal, RolloutStatus, Strategy, SwapRequest};
+pub use probe::Probe;
+pub use rollout::{
+    CutOver, RolloutOutcome, RolloutPhase, RolloutRefusal, RolloutResult, RolloutStatus, RolloutTimeouts, Strategy,
+    SwapRequest,
+};
+pub use soak::SoakRules;
 pub use status::{
     DeploymentRole, DeploymentStatus, FleetCounters, FleetState, FleetStatus, WorkerFailure, WorkerState, WorkerStatus,
 };
+pub use stored::{OpenModel, OpenedModel, StoredModels};
 pub use worker::{ReexecWorker, SpawnWorker, SpawnedWorker, WORKER_FD, WorkerPipe, WorkerProcess};
 
+use crate::model_store::Links;
 use dispatch::Requests;
 use ernie_proto::ids::{DeploymentId, RequestId, WorkerId};
 use ernie_proto::worker::{Loaded, StepStats, ToWorker};
 use fleet::{COMMANDS_MAX, Command, NewRequest};
 use publish::Rates;
+use rollouts::{Previous, Report, Rollouts};
 use slots::{Slot, SlotKey};
 use std::collections::{BTreeMap, HashMap};
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -58,8 +73,11 @@ const WORKER_EVENTS_PER_TURN: usize = 64;
 /// How long a worker may take to leave when it is asked to.
 const LEAVE_PATIENCE: Duration = Duration::from_secs(2);
 
+/// Reports of tasks that work for a rollout; there are a few per rollout.
+const REPORTS_MAX: usize = 16;
+
 /// How the fleet is run.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct SupervisorSettings {
     /// Requests under way at the same time, queued ones included; more are refused.
     pub requests_max: usize,
@@ -68,6 +86,12 @@ pub struct SupervisorSettings {
     pub poison: PoisonSettings,
     /// Steps in a row that may fail before the worker is replaced.
     pub step_errors_max: u32,
+    pub rollout: RolloutTimeouts,
+    pub soak: SoakRules,
+    /// A candidate that takes this many times as long per token as the serving deployment does not pass its probes.
+    pub probe_slowdown_max: f64,
+    /// What all workers may take together, for the decision whether two models fit. `None`: they are taken to fit.
+    pub memory_limit: Option<u64>,
 }
 
 impl Default for SupervisorSettings {
@@ -78,23 +102,74 @@ impl Default for SupervisorSettings {
             restart: RestartSettings::default(),
             poison: PoisonSettings::default(),
             step_errors_max: 3,
+            rollout: RolloutTimeouts::default(),
+            soak: SoakRules::default(),
+            probe_slowdown_max: 3.0,
+            memory_limit: None,
         }
     }
 }
 
-/// Starts the supervisor and the first deployment's workers; must be called inside a runtime. It ends after
-/// [`FleetHandle::shutdown`], or when every handle is dropped.
+/// Where models come from, and where it is written down which one serves.
+#[derive(Clone)]
+pub struct ModelSource {
+    pub models: Arc<dyn OpenModel>,
+    /// The links that a restart follows, and the model that the configuration names. `None`: nothing is written down.
+    pub links: Option<(Links, PathBuf)>,
+    /// What a rollback in steady state goes back to, from an earlier life of the daemon.
+    pub previous: Option<PathBuf>,
+}
+
+impl Default for ModelSource {
+    fn default() -> Self {
+        Self { models: Arc::new(StoredModels), links: None, previous: None }
+    }
+}
+
+impl std::fmt::Debug for ModelSource {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ModelSource").field("links", &self.links).field("previous", &self.previous).finish_non_exhaustive()
+    }
+}
+
+/// [`start_with`] with models from disk and no links.
 pub fn start(
     settings: SupervisorSettings, spawner: Arc<dyn SpawnWorker>, observers: Vec<Arc<dyn FleetObserver>>,
     first: DeploymentSpec,
+) -> FleetHandle {
+    start_with(settings, spawner, observers, first, ModelSource::default())
+}
+
+/// Starts the supervisor and the first deployment's workers; must be called inside a runtime. It ends after
+/// [`FleetHandle::shutdown`], or when every handle is dropped.
+pub fn start_with(
+    settings: SupervisorSettings, spawner: Arc<dyn SpawnWorker>, observers: Vec<Arc<dyn FleetObserver>>,
+    first: DeploymentSpec, source: ModelSource,
 ) -> FleetHandle {
     let (commands, commands_in) = mpsc::channel(COMMANDS_MAX);
     let (dropped, dropped_in) = mpsc::channel(settings.requests_max.max(1));
     let (worker_events, worker_events_in) = mpsc::channel(WORKER_EVENTS_MAX);
     let (status_out, status) = watch::channel(Arc::new(FleetStatus::starting()));
     let (routing_out, routing) = watch::channel(Arc::new(Routing::default()));
+    let (reports, reports_in) = mpsc::channel(REPORTS_MAX);
+    let next_request = Arc::new(AtomicU64::new(1));
     let now = Instant::now();
+    let previous = source.previous.map(|model_dir| Previous {
+        model_dir,
+        served_names: first.served_names.clone(),
+        // It served before; its manifest is looked at all the same if it has one.
+        unsealed: first.load.manifest.is_empty(),
+    });
     let mut supervisor = Supervisor {
+        models: source.models,
+        links: source.links,
+        rollouts: Rollouts::new(previous),
+        canary: None,
+        reports,
+        reports_in,
+        own_commands: commands.downgrade(),
+        own_dropped: dropped.downgrade(),
+        next_request: next_request.clone(),
         requests: Requests::new(settings.poison.clone()),
         settings,
         spawner,
@@ -124,7 +199,7 @@ pub fn start(
     supervisor.publish_routing();
     supervisor.publish_now(now);
     tokio::spawn(supervisor.run());
-    FleetHandle { commands, dropped, status, routing, next_request: Arc::new(AtomicU64::new(1)) }
+    FleetHandle { commands, dropped, status, routing, next_request }
 }
 
 /// Everything the supervisor can learn.
@@ -134,6 +209,8 @@ enum SupervisorEvent {
     /// A client let go of its request.
     Dropped(RequestId),
     Worker(WorkerId, WorkerEvent),
+    /// A task that works for a rollout has come to an end.
+    Rollout(DeploymentId, Report),
     /// A deadline has come, or it is time to publish.
     Tick,
     /// Nobody can command any more.
@@ -141,6 +218,17 @@ enum SupervisorEvent {
 }
 
 struct Supervisor {
+    models: Arc<dyn OpenModel>,
+    links: Option<(Links, PathBuf)>,
+    rollouts: Rollouts,
+    /// A candidate that takes a share of the requests, in parts per 10 000.
+    canary: Option<(DeploymentId, u32)>,
+    reports: mpsc::Sender<(DeploymentId, Report)>,
+    reports_in: mpsc::Receiver<(DeploymentId, Report)>,
+    /// For probes, which ask as clients do. Weak: the supervisor does not keep itself alive.
+    own_commands: mpsc::WeakSender<Command>,
+    own_dropped: mpsc::WeakSender<RequestId>,
+    next_request: Arc<AtomicU64>,
     settings: SupervisorSettings,
     spawner: Arc<dyn SpawnWorker>,
     observers: Vec<Arc<dyn FleetObserver>>,
@@ -174,6 +262,10 @@ struct DeploymentEntry {
     deployment: Option<Arc<Deployment>>,
     /// It will not be tried again.
     failed: Option<String>,
+    /// Set when it takes no new requests: from then on it leaves as soon as it has none.
+    leaves_at: Option<Instant>,
+    /// Its workers have been asked to leave.
+    left: bool,
 }
 
 struct Drain {
@@ -198,6 +290,7 @@ impl Supervisor {
                 }
                 Some(id) = self.dropped.recv() => SupervisorEvent::Dropped(id),
                 Some((worker, event)) = self.worker_events_in.recv() => SupervisorEvent::Worker(worker, event),
+                Some(report) = self.reports_in.recv() => report.into(),
                 () = tokio::time::sleep_until(wake) => SupervisorEvent::Tick,
             };
             self.on(event);
@@ -205,6 +298,7 @@ impl Supervisor {
                 let Ok((worker, event)) = self.worker_events_in.try_recv() else { break };
                 self.on(SupervisorEvent::Worker(worker, event));
             }
+            self.settle_rollout(Instant::now());
             self.give_work();
             self.end_drain_if_over(Instant::now());
             if self.leaving.is_some() && self.slots.values().all(|slot| slot.live.is_none()) {
@@ -224,6 +318,7 @@ impl Supervisor {
             SupervisorEvent::Command(command) => self.on_command(command, now),
             SupervisorEvent::Dropped(id) => self.abandon(id),
             SupervisorEvent::Worker(worker, event) => self.on_worker(worker, event, now),
+            SupervisorEvent::Rollout(of, report) => self.on_report(of, report, now),
             SupervisorEvent::Tick => self.on_tick(now),
             SupervisorEvent::HandlesGone => self.leave(None),
         }
@@ -234,11 +329,12 @@ impl Supervisor {
             Command::Submit(new) => self.submit(*new, now),
             Command::Drain { deadline, reply } => self.begin_drain(deadline, reply, now),
             Command::Shutdown { reply } => self.leave(Some(reply)),
-            Command::Swap { request: _, reply } => {
-                let _ = reply.send(Err(RolloutRefusal::NotServing));
+            Command::Swap { request, reply } => {
+                // The asker may have gone; the rollout goes on, and shows in the status.
+                let _ = reply.send(self.swap(*request, now));
             }
-            Command::Rollback { reason: _, reply } => {
-                let _ = reply.send(Err(RolloutRefusal::NothingToRollBack));
+            Command::Rollback { reason, reply } => {
+                let _ = reply.send(self.rollback(reason, now));
             }
             Command::RestartWorker { worker, graceful, reply } => {
                 // The asker may have gone; the worker is restarted all the same.
@@ -274,6 +370,9 @@ impl Supervisor {
             return Err(SubmitRefusal::Draining);
         }
         let entry = self.deployments.get(&deployment).ok_or(SubmitRefusal::Retired)?;
+        if entry.left || entry.role == DeploymentRole::Parked {
+            return Err(SubmitRefusal::Retired);
+        }
         if let Some(reason) = &entry.failed {
             return Err(SubmitRefusal::Unavailable { reason: reason.clone() });
         }
@@ -311,7 +410,7 @@ impl Supervisor {
     fn add_deployment(&mut self, spec: DeploymentSpec, role: DeploymentRole) -> DeploymentId {
         let id = DeploymentId(self.next_deployment);
         self.next_deployment += 1;
-        self.deployments.insert(id, DeploymentEntry { spec, role, deployment: None, failed: None });
+        self.deployments.insert(id, DeploymentEntry::new(spec, role));
         id
     }
 
@@ -362,7 +461,12 @@ impl Supervisor {
             Some(DeploymentEntry { failed: Some(reason), .. }) => {
                 Routing { absent: Absent::Failed(reason.clone()), ..Routing::default() }
             }
-            Some(entry) => Routing { active: entry.deployment.clone(), ..Routing::default() },
+            Some(entry) => {
+                let canary = self.canary.and_then(|(id, share)| {
+                    Some((self.deployments.get(&id)?.deployment.clone()?, share))
+                });
+                Routing { active: entry.deployment.clone(), canary, absent: Absent::Coming }
+            }
             None => Routing::default(),
         };
         self.routing.send_replace(Arc::new(routing));
@@ -433,7 +537,10 @@ impl Supervisor {
     fn next_wake(&self, now: Instant) -> Instant {
         let drain = self.drain.as_ref().filter(|drain| !drain.replies.is_empty()).map(|drain| drain.deadline);
         let slots = self.slots.values().filter_map(|slot| slot.due(now, &self.requests, &self.settings.liveness));
-        slots.chain(drain).chain([self.publish.due()]).min().unwrap_or(now)
+        let rollout = self.rollouts.due();
+        let leaving = self.deployments.values().filter(|entry| !entry.left).filter_map(|entry| entry.leaves_at);
+        let leaving = leaving.filter(|at| *at > now);
+        slots.chain(drain).chain(rollout).chain(leaving).chain([self.publish.due()]).min().unwrap_or(now)
     }
 
     fn tell(&self, event: FleetEvent) {

@@ -2,10 +2,11 @@
 //!
 //! The supervisor tells each event once, in order, from its own task; an observer must not block.
 
-use super::rollout::RolloutPhase;
+use super::rollout::{CutOver, RolloutPhase};
 use super::status::WorkerFailure;
 use ernie_proto::ids::{DeploymentId, RequestId, WorkerId};
 use ernie_proto::worker::StepStats;
+use std::path::PathBuf;
 use std::time::Duration;
 use tracing::{error, info, warn};
 
@@ -37,10 +38,12 @@ pub enum FleetEvent {
     DeploymentActivated { deployment: DeploymentId, revision: String, replaces: Option<DeploymentId> },
     DeploymentRetired { deployment: DeploymentId, revision: String },
     DeploymentFailed { deployment: DeploymentId, reason: String },
-    RolloutBegan { deployment: DeploymentId, revision: String, strategy: &'static str },
+    RolloutBegan { deployment: DeploymentId, model_dir: PathBuf, strategy: &'static str },
     RolloutPhase { deployment: DeploymentId, phase: RolloutPhase, detail: String },
-    /// A canary became the active deployment, or the window of observation ended well.
-    RolloutCompleted { deployment: DeploymentId, revision: String, elapsed: Duration },
+    /// The candidate is the active deployment, and was observed as long as was asked.
+    RolloutCompleted { deployment: DeploymentId, revision: String, elapsed: Duration, cut_over: Option<CutOver> },
+    /// The links that a restart follows could not be written.
+    CommitFailed { deployment: DeploymentId, reason: String },
     RolledBack { deployment: DeploymentId, revision: String, reason: String, restored: bool },
     Draining { requests: usize, patience: Duration },
     Drained { finished: u64, failed: u64 },
@@ -80,12 +83,16 @@ pub(super) fn log(event: &FleetEvent) {
         }
         FleetEvent::DeploymentRetired { deployment, revision } => info!(%deployment, revision, "deployment retired"),
         FleetEvent::DeploymentFailed { deployment, reason } => error!(%deployment, reason, "deployment failed"),
-        FleetEvent::RolloutBegan { deployment, revision, strategy } => {
-            info!(%deployment, revision, strategy, "rollout began");
+        FleetEvent::RolloutBegan { deployment, model_dir, strategy } => {
+            info!(%deployment, model_dir = %model_dir.display(), strategy, "rollout began");
         }
         FleetEvent::RolloutPhase { deployment, phase, detail } => info!(%deployment, %phase, detail, "rollout"),
-        FleetEvent::RolloutCompleted { deployment, revision, elapsed } => {
-            info!(%deployment, revision, elapsed_ms = millis(*elapsed), "rollout completed");
+        FleetEvent::RolloutCompleted { deployment, revision, elapsed, cut_over } => {
+            let pause_us = cut_over.map(|cut_over| u64::try_from(cut_over.pause.as_micros()).unwrap_or(u64::MAX));
+            info!(%deployment, revision, elapsed_ms = millis(*elapsed), pause_us, "rollout completed");
+        }
+        FleetEvent::CommitFailed { deployment, reason } => {
+            error!(%deployment, reason, "a restart of the daemon would not come back with this revision");
         }
         FleetEvent::RolledBack { deployment, revision, reason, restored } => {
             error!(%deployment, revision, reason, restored, "rollout rolled back");

@@ -4,7 +4,6 @@
 //! otherwise.
 
 use super::restart::RestartState;
-use super::rollout::RolloutStatus;
 use super::slots::{Slot, SlotKey, Stage};
 use super::{DeploymentStatus, FleetState, FleetStatus, Supervisor, WorkerState, WorkerStatus};
 use ernie_proto::ids::DeploymentId;
@@ -114,7 +113,7 @@ impl Supervisor {
             tokens_per_second,
             prompt_tokens_per_second,
             counters: self.counters,
-            rollout: RolloutStatus::default(),
+            rollout: self.rollouts.status(now),
             sequence: self.status.borrow().sequence + 1,
         };
         self.status.send_replace(Arc::new(status));

@@ -8,7 +8,7 @@ use super::liveness::{self, LivenessSettings, Signs, Verdict};
 use super::restart::{self, RestartEffect, RestartEvent, RestartState};
 use super::worker::{self, WorkerEvent, WorkerLink};
 use super::{
-    DeploymentRole, FleetEvent, LEAVE_PATIENCE, Supervisor, WorkerFailure, publish::add_counters, unix_now,
+    FleetEvent, LEAVE_PATIENCE, Supervisor, WorkerFailure, publish::add_counters, unix_now,
 };
 use ernie_proto::ids::{DeploymentId, WorkerId};
 use ernie_proto::worker::{FromWorker, Hello, LoadProgress, StepReport, StepStats, ToWorker};
@@ -250,6 +250,7 @@ impl Supervisor {
         let worker = live.id;
         self.orphan(worker, Some(&reason));
         self.publish.at_once();
+        self.candidate_lost_worker(key.0, &reason, Instant::now());
     }
 
     /// Takes a worker's requests from it. With a reason, its end counts against them.
@@ -334,7 +335,8 @@ impl Supervisor {
                 let loading = *stage == Stage::Loading;
                 self.lose(key, format!("{}: {}", fatal.phase, fatal.message));
                 // What does not load does not load the next time either, unless it once did.
-                if loading && self.deployments.get(&key.0).is_some_and(|entry| entry.deployment.is_none()) {
+                let first = self.deployments.get(&key.0).is_some_and(|entry| entry.deployment.is_none());
+                if loading && first && self.active == Some(key.0) {
                     self.deployment_failed(key.0, fatal.message);
                 }
             }
@@ -436,8 +438,7 @@ impl Supervisor {
     /// A slot of the deployment went into a crash loop. When no other can serve, its requests are not made to wait.
     fn crash_looping(&mut self, deployment: DeploymentId) {
         let Some(reason) = self.crash_loop_reason(deployment) else { return };
-        let entry = self.deployments.get(&deployment);
-        if entry.is_some_and(|e| e.deployment.is_none() || e.role == DeploymentRole::Candidate) {
+        if self.deployments.get(&deployment).is_some_and(|entry| entry.deployment.is_none()) {
             self.deployment_failed(deployment, reason);
         } else {
             self.fail_held(deployment, &reason);
@@ -445,6 +446,13 @@ impl Supervisor {
     }
 
     fn spawn(&mut self, key: SlotKey, now: Instant) {
+        // Wanted again while its process is on the way out: the successor starts when that is gone.
+        if let Some(live) = self.slots.get_mut(&key).and_then(|slot| slot.live.as_mut()) {
+            if let Stage::Ending { cause, .. } = &mut live.stage {
+                *cause = Ending::Replaced;
+            }
+            return;
+        }
         let id = WorkerId(self.next_worker);
         self.next_worker += 1;
         let outbox_max = 2 * self.settings.requests_max + OUTBOX_SPARE;

@@ -1,0 +1,619 @@
+//! Carries out what `rollout` decides: verifies, loads, probes, routes, retires, restores, and tells how it went.
+//!
+//! Part of the supervisor task. What takes time runs beside it and reports back with the candidate's id.
+
+use super::dispatch::Figures;
+use super::fleet::FleetHandle;
+use super::probe;
+use super::publish::add_counters;
+use super::rollout::{
+    self, Attempt, CutOver, Refused, Rollout, RolloutEffect, RolloutEvent, RolloutOutcome, RolloutRefusal,
+    RolloutResult, RolloutStatus, Strategy, SwapRequest,
+};
+use super::soak::{self, Observed};
+use super::stored::OpenedModel;
+use super::{DeploymentEntry, DeploymentRole, DeploymentSpec, FleetEvent, Supervisor, SupervisorEvent, unix_now};
+use crate::model_store::{Placement, Serving, Space, place};
+use ernie_proto::ids::DeploymentId;
+use ernie_proto::worker::{Quantization, StepStats};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+use tokio::time::Instant;
+
+/// How long a deployment that takes no new requests stays for those who chose it just before.
+const RETIRE_GRACE: Duration = Duration::from_secs(1);
+
+/// The same when its memory is waited for.
+const CLEAR_GRACE: Duration = Duration::from_millis(50);
+
+/// Between two looks at a candidate that is observed.
+const SOAK_INTERVAL: Duration = Duration::from_secs(1);
+
+/// Least KV memory of a candidate, as a part of what the serving deployment has.
+const KV_LEAST_PART: u64 = 8;
+
+/// What a task that works for a rollout reports.
+#[derive(Debug)]
+pub(super) enum Report {
+    Opened(Result<Box<OpenedModel>, String>),
+    /// A line about the speed, or why not.
+    Probed(Result<String, String>),
+    Committed(Result<(), String>),
+}
+
+/// Everything about rollouts that the supervisor keeps.
+pub(super) struct Rollouts {
+    pub(super) state: Rollout,
+    attempt: Option<Progress>,
+    pub(super) previous: Option<Previous>,
+    last: Option<RolloutOutcome>,
+}
+
+/// The revision that a rollback in steady state goes back to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Previous {
+    pub(super) model_dir: PathBuf,
+    pub(super) served_names: Vec<String>,
+    pub(super) unsealed: bool,
+}
+
+/// What is known of the attempt under way besides its state.
+struct Progress {
+    request: SwapRequest,
+    began: Instant,
+    revision: String,
+    opened: Option<Box<OpenedModel>>,
+    cut_over: Option<CutOver>,
+    /// Of both deployments at the cut-over: what came before does not count against the candidate.
+    old_then: Figures,
+    new_then: Observed,
+    soak_due: Instant,
+}
+
+impl Rollouts {
+    pub(super) fn new(previous: Option<Previous>) -> Self {
+        Self { state: Rollout::Steady, attempt: None, previous, last: None }
+    }
+
+    pub(super) fn due(&self) -> Option<Instant> {
+        let deadline = self.state.attempt()?.deadline;
+        let soak = self.attempt.as_ref().filter(|_| matches!(self.state, Rollout::Soaking(_))).map(|a| a.soak_due);
+        Some(soak.map_or(deadline, |soak| soak.min(deadline)))
+    }
+
+    pub(super) fn status(&self, now: Instant) -> RolloutStatus {
+        let attempt = self.state.attempt();
+        RolloutStatus {
+            phase: self.state.phase(),
+            candidate: attempt.map(|attempt| attempt.candidate),
+            replaces: attempt.map(|attempt| attempt.replaces),
+            strategy: attempt.and_then(|attempt| attempt.beside).map(strategy),
+            canary: attempt.and_then(|attempt| attempt.canary),
+            age: self.attempt.as_ref().filter(|_| attempt.is_some()).map(|progress| now - progress.began),
+            phase_left: attempt.map(|attempt| attempt.deadline.saturating_duration_since(now)),
+            previous: self.previous.as_ref().map(|previous| previous.model_dir.clone()),
+            last: self.last.clone(),
+        }
+    }
+}
+
+fn strategy(beside: bool) -> Strategy {
+    if beside { Strategy::SideBySide } else { Strategy::StopFirst }
+}
+
+impl Supervisor {
+    pub(super) fn swap(&mut self, request: SwapRequest, now: Instant) -> Result<DeploymentId, RolloutRefusal> {
+        if self.drain.is_some() || self.leaving.is_some() {
+            return Err(RolloutRefusal::Draining);
+        }
+        if self.rollouts.state != Rollout::Steady {
+            return Err(RolloutRefusal::Busy { phase: self.rollouts.state.phase() });
+        }
+        let active = self.active.and_then(|id| self.deployments.get(&id)).filter(|entry| entry.deployment.is_some());
+        let (Some(replaces), Some(_)) = (self.active, active) else { return Err(RolloutRefusal::NotServing) };
+        if request.canary.is_some_and(|share| share == 0 || share > 10_000) {
+            return Err(RolloutRefusal::Invalid("a canary takes more than 0 % and at most 100 %".to_string()));
+        }
+        if request.canary.is_some() && request.observe.is_zero() {
+            return Err(RolloutRefusal::Invalid("a canary needs a time of observation".to_string()));
+        }
+        if request.served_names.as_ref().is_some_and(Vec::is_empty) {
+            return Err(RolloutRefusal::Invalid("a model needs a name".to_string()));
+        }
+        let candidate = DeploymentId(self.next_deployment);
+        self.next_deployment += 1;
+        let attempt = Attempt {
+            candidate,
+            replaces,
+            observe: request.observe,
+            canary: request.canary,
+            beside: None,
+            deadline: now,
+        };
+        self.rollouts.attempt = Some(Progress {
+            revision: String::new(),
+            began: now,
+            opened: None,
+            cut_over: None,
+            old_then: Figures::default(),
+            new_then: Observed::default(),
+            soak_due: now,
+            request,
+        });
+        self.rollout_event(RolloutEvent::Begin(attempt), now);
+        Ok(candidate)
+    }
+
+    /// Ends the rollout under way and goes back; in steady state, rolls the previous revision out.
+    pub(super) fn rollback(&mut self, reason: String, now: Instant) -> Result<(), RolloutRefusal> {
+        if self.drain.is_some() || self.leaving.is_some() {
+            return Err(RolloutRefusal::Draining);
+        }
+        match &self.rollouts.state {
+            Rollout::Steady => {
+                let previous = self.rollouts.previous.clone().ok_or(RolloutRefusal::NothingToRollBack)?;
+                let request = SwapRequest {
+                    model_dir: previous.model_dir,
+                    served_names: Some(previous.served_names),
+                    strategy: Strategy::Auto,
+                    observe: Duration::ZERO,
+                    canary: None,
+                    force_unsealed: previous.unsealed,
+                };
+                self.swap(request, now).map(|_| ())
+            }
+            Rollout::Restoring { .. } => Err(RolloutRefusal::Busy { phase: self.rollouts.state.phase() }),
+            _ => {
+                self.rollout_event(RolloutEvent::Rollback { reason }, now);
+                Ok(())
+            }
+        }
+    }
+
+    pub(super) fn on_report(&mut self, of: DeploymentId, report: Report, now: Instant) {
+        match report {
+            Report::Opened(Ok(opened)) => self.opened(of, opened, now),
+            Report::Opened(Err(reason)) | Report::Probed(Err(reason)) => {
+                self.rollout_event(RolloutEvent::Failed { of, reason }, now);
+            }
+            Report::Probed(Ok(line)) => {
+                let phase = self.rollouts.state.phase();
+                self.tell(FleetEvent::RolloutPhase { deployment: of, phase, detail: format!("passed: {line}") });
+                self.rollout_event(RolloutEvent::Probed { of }, now);
+            }
+            Report::Committed(Ok(())) => {}
+            Report::Committed(Err(reason)) => {
+                self.tell(FleetEvent::CommitFailed { deployment: of, reason });
+            }
+        }
+    }
+
+    /// The candidate's folder is read: finds room for it and makes its deployment.
+    fn opened(&mut self, of: DeploymentId, opened: Box<OpenedModel>, now: Instant) {
+        let Some(attempt) = self.rollouts.state.attempt().filter(|attempt| attempt.candidate == of).cloned() else {
+            return;
+        };
+        if !matches!(self.rollouts.state, Rollout::Verifying(_)) {
+            return;
+        }
+        let Some(progress) = &mut self.rollouts.attempt else { return };
+        progress.revision.clone_from(&opened.revision);
+        let (asked, names) = (progress.request.strategy, progress.request.served_names.clone());
+        let Some(serving) = self.deployments.get(&attempt.replaces) else { return };
+        let mut spec = serving.spec.clone();
+        let placement = match self.placement(serving, &opened, asked) {
+            Ok(placement) => placement,
+            Err(reason) => return self.rollout_event(RolloutEvent::Failed { of, reason }, now),
+        };
+        spec.served_names = names.unwrap_or(spec.served_names);
+        spec.revision.clone_from(&opened.revision);
+        spec.model_dir.clone_from(&opened.model_dir);
+        spec.load.manifest.clone_from(&opened.manifest);
+        if !spec.load.vocabulary.is_empty() {
+            spec.load.vocabulary = Arc::new(opened.text.vocabulary());
+        }
+        spec.text = opened.text.clone();
+        let workers = u64::from(spec.workers.max(1));
+        let (beside, candidate) = match placement {
+            Placement::SideBySide { candidate } => (true, candidate),
+            Placement::StopFirst { candidate } => (false, candidate),
+        };
+        spec.load.memory_bytes = spec.load.memory_bytes.min(candidate / workers);
+        self.deployments.insert(of, DeploymentEntry::new(spec, DeploymentRole::Candidate));
+        if let Some(progress) = &mut self.rollouts.attempt {
+            progress.opened = Some(opened);
+        }
+        self.rollout_event(RolloutEvent::Verified { of, beside }, now);
+    }
+
+    fn placement(
+        &self, serving: &DeploymentEntry, opened: &OpenedModel, asked: Strategy,
+    ) -> Result<Placement, String> {
+        let beside = match asked {
+            Strategy::Auto => None,
+            Strategy::SideBySide => Some(true),
+            Strategy::StopFirst => Some(false),
+        };
+        let Some(limit) = self.settings.memory_limit else {
+            let candidate = u64::MAX;
+            return Ok(match beside {
+                Some(false) => Placement::StopFirst { candidate },
+                _ => Placement::SideBySide { candidate },
+            });
+        };
+        let workers = u64::from(serving.spec.workers.max(1));
+        let loaded = serving.deployment.as_ref().map(|deployment| &deployment.loaded);
+        let (weights, workspace, kv) =
+            loaded.map_or((0, 0, 0), |loaded| (loaded.weights_bytes, loaded.workspace_bytes, loaded.kv_bytes));
+        // A little more than the bits say: scales, embeddings and norms keep their width.
+        let candidate_weights = match serving.spec.load.quantization {
+            Quantization::None => opened.weights_bytes,
+            Quantization::Int8 => opened.weights_bytes * 6 / 10,
+            Quantization::Int4 => opened.weights_bytes * 4 / 10,
+        };
+        let kv_fixed = serving.spec.load.kv_cache_bytes;
+        let space = Space {
+            limit,
+            serving: workers * (weights + workspace + kv),
+            weights: workers * candidate_weights,
+            workspace: workers * workspace,
+            kv_least: workers * kv_fixed.unwrap_or(kv / KV_LEAST_PART),
+            kv_wanted: workers * kv_fixed.unwrap_or(kv),
+        };
+        place(&space, beside).map_err(|no_room| no_room.to_string())
+    }
+
+    /// Puts an event to the rollout and carries out what follows.
+    pub(super) fn rollout_event(&mut self, event: RolloutEvent, now: Instant) {
+        let before = self.rollouts.state.phase();
+        match rollout::on(&self.rollouts.state, event, now, &self.settings.rollout) {
+            Ok((state, effects)) => {
+                let after = state.phase();
+                let candidate = state.attempt().or(self.rollouts.state.attempt()).map(|attempt| attempt.candidate);
+                let beside = state.attempt().and_then(|attempt| attempt.beside);
+                self.rollouts.state = state;
+                if let (Some(deployment), true) = (candidate, before != after) {
+                    let detail = beside.map(|beside| strategy(beside).as_str()).unwrap_or_default().to_string();
+                    self.tell(FleetEvent::RolloutPhase { deployment, phase: after, detail });
+                }
+                for effect in effects {
+                    self.carry_out(effect, now);
+                }
+                self.publish.at_once();
+            }
+            // Late, about another attempt, or of no interest in this phase.
+            Err(Refused::Stale | Refused::Busy(_) | Refused::NothingToRollBack) => {}
+        }
+    }
+
+    fn carry_out(&mut self, effect: RolloutEffect, now: Instant) {
+        match effect {
+            RolloutEffect::Verify(id) => self.verify(id),
+            RolloutEffect::Hold => {
+                (self.active, self.canary) = (None, None);
+                self.publish_routing();
+            }
+            RolloutEffect::Clear(id) => self.retire(id, now + CLEAR_GRACE),
+            RolloutEffect::Load(id) => {
+                if let Some(entry) = self.deployments.get_mut(&id) {
+                    (entry.leaves_at, entry.left, entry.failed) = (None, false, None);
+                    let served = entry.deployment.is_some();
+                    entry.role = if served { DeploymentRole::Standby } else { DeploymentRole::Candidate };
+                }
+                self.want_workers(id);
+            }
+            RolloutEffect::Probe(id) => self.probe(id),
+            RolloutEffect::CutOver { to, from, canary } => self.cut_over(to, from, canary, now),
+            RolloutEffect::Route(id) => self.route(id),
+            RolloutEffect::Retire(id) => self.retire(id, now + RETIRE_GRACE),
+            RolloutEffect::Discard(id) => {
+                self.retire(id, now);
+                let failure = super::GenerationFailure {
+                    message: "the candidate was rolled back".to_string(),
+                    retryable: true,
+                };
+                self.requests.fail_all(Some(id), false, &failure);
+                self.unwant_workers(id);
+            }
+            RolloutEffect::Commit { current, previous } => self.commit(current, previous),
+            RolloutEffect::Completed(id) => self.finished(id, RolloutResult::Completed, now),
+            RolloutEffect::RolledBack { of, phase, reason, restored: true } => {
+                self.finished(of, RolloutResult::RolledBack { phase, reason }, now);
+            }
+            RolloutEffect::RolledBack { of, phase: _, reason, restored: false } => {
+                self.finished(of, RolloutResult::NotRestored { reason }, now);
+            }
+            RolloutEffect::Role(id, role) => {
+                if let Some(entry) = self.deployments.get_mut(&id) {
+                    (entry.role, entry.leaves_at) = (role, None);
+                }
+            }
+        }
+    }
+
+    fn verify(&mut self, id: DeploymentId) {
+        let Some(progress) = &self.rollouts.attempt else { return };
+        let request = progress.request.clone();
+        self.tell(FleetEvent::RolloutBegan {
+            deployment: id,
+            model_dir: request.model_dir.clone(),
+            strategy: request.strategy.as_str(),
+        });
+        let (models, reports) = (self.models.clone(), self.reports.clone());
+        tokio::spawn(async move {
+            let opening = move || models.open(&request.model_dir, request.force_unsealed);
+            let opened = tokio::task::spawn_blocking(opening).await;
+            let opened = opened.unwrap_or_else(|_| Err("reading the model panicked".to_string()));
+            // Fails only when the supervisor is gone.
+            let _ = reports.send((id, Report::Opened(opened.map(Box::new)))).await;
+        });
+    }
+
+    fn probe(&mut self, id: DeploymentId) {
+        let candidate = self.deployments.get(&id).and_then(|entry| entry.deployment.clone());
+        let opened = self.rollouts.attempt.as_ref().and_then(|progress| progress.opened.as_ref());
+        let (Some(candidate), Some(opened), Some(handle)) = (candidate, opened, self.own_handle()) else { return };
+        let reference = self.active.and_then(|id| self.deployments.get(&id)).and_then(|entry| entry.deployment.clone());
+        let plan = probe::Plan {
+            candidate,
+            reference,
+            probes: opened.probes.clone(),
+            min_tokens_per_second: opened.min_tokens_per_second,
+            slowdown_max: self.settings.probe_slowdown_max,
+        };
+        let reports = self.reports.clone();
+        tokio::spawn(async move {
+            let result = probe::run(handle, plan).await;
+            let _ = reports.send((id, Report::Probed(result))).await;
+        });
+    }
+
+    fn own_handle(&self) -> Option<FleetHandle> {
+        Some(FleetHandle {
+            commands: self.own_commands.upgrade()?,
+            dropped: self.own_dropped.upgrade()?,
+            status: self.status.subscribe(),
+            routing: self.routing.subscribe(),
+            next_request: self.next_request.clone(),
+        })
+    }
+
+    fn cut_over(&mut self, to: DeploymentId, from: DeploymentId, canary: Option<u32>, now: Instant) {
+        let before = std::time::Instant::now();
+        let (role_to, role_from) = match canary {
+            Some(share) => {
+                (self.active, self.canary) = (Some(from), Some((to, share)));
+                (DeploymentRole::Canary, DeploymentRole::Active)
+            }
+            None => {
+                (self.active, self.canary) = (Some(to), None);
+                (DeploymentRole::Active, DeploymentRole::Standby)
+            }
+        };
+        self.publish_routing();
+        let pause = before.elapsed();
+        for (id, role) in [(to, role_to), (from, role_from)] {
+            if let Some(entry) = self.deployments.get_mut(&id) {
+                if entry.role != DeploymentRole::Parked {
+                    entry.role = role;
+                }
+            }
+        }
+        let in_flight = u32::try_from(self.requests.of_deployment(from)).unwrap_or(u32::MAX);
+        let (old_then, new_then) = (self.requests.figures(from), self.observed(to));
+        if let Some(progress) = &mut self.rollouts.attempt {
+            progress.cut_over = Some(CutOver { pause, in_flight });
+            (progress.old_then, progress.new_then) = (old_then, new_then);
+            progress.soak_due = now + SOAK_INTERVAL;
+        }
+        let revision = self.deployments.get(&to).map(|entry| entry.spec.revision.clone()).unwrap_or_default();
+        self.tell(FleetEvent::DeploymentActivated { deployment: to, revision, replaces: Some(from) });
+    }
+
+    fn route(&mut self, id: DeploymentId) {
+        (self.active, self.canary) = (Some(id), None);
+        if let Some(entry) = self.deployments.get_mut(&id) {
+            (entry.role, entry.leaves_at) = (DeploymentRole::Active, None);
+        }
+        self.publish_routing();
+    }
+
+    /// Takes no new requests from `at` on; leaves when it has none.
+    fn retire(&mut self, id: DeploymentId, at: Instant) {
+        if let Some(entry) = self.deployments.get_mut(&id) {
+            (entry.role, entry.leaves_at) = (DeploymentRole::Retiring, Some(at));
+        }
+    }
+
+    fn commit(&mut self, id: DeploymentId, replaced: DeploymentId) {
+        let previous = self.deployments.get(&replaced).map(|entry| Previous {
+            model_dir: entry.spec.model_dir.clone(),
+            served_names: entry.spec.served_names.clone(),
+            unsealed: entry.spec.load.manifest.is_empty(),
+        });
+        let Some(current) = self.deployments.get(&id).map(|entry| entry.spec.model_dir.clone()) else { return };
+        let serving = Serving { current, previous: previous.as_ref().map(|previous| previous.model_dir.clone()) };
+        self.rollouts.previous = previous;
+        let Some((links, configured)) = self.links.clone() else { return };
+        let reports = self.reports.clone();
+        tokio::spawn(async move {
+            let committed = tokio::task::spawn_blocking(move || links.commit(&configured, &serving)).await;
+            let committed = match committed {
+                Ok(result) => result.map_err(|error| error.to_string()),
+                Err(_) => Err("writing the links panicked".to_string()),
+            };
+            let _ = reports.send((id, Report::Committed(committed))).await;
+        });
+    }
+
+    fn finished(&mut self, candidate: DeploymentId, result: RolloutResult, now: Instant) {
+        let Some(progress) = self.rollouts.attempt.take() else { return };
+        let (revision, elapsed) = (progress.revision, now - progress.began);
+        match &result {
+            RolloutResult::Completed => {
+                self.counters.rollouts_completed += 1;
+                self.tell(FleetEvent::RolloutCompleted {
+                    deployment: candidate,
+                    revision: revision.clone(),
+                    elapsed,
+                    cut_over: progress.cut_over,
+                });
+            }
+            RolloutResult::RolledBack { reason, .. } | RolloutResult::NotRestored { reason } => {
+                self.counters.rollouts_rolled_back += 1;
+                let restored = matches!(result, RolloutResult::RolledBack { .. });
+                self.tell(FleetEvent::RolledBack {
+                    deployment: candidate,
+                    revision: revision.clone(),
+                    reason: reason.clone(),
+                    restored,
+                });
+            }
+        }
+        self.rollouts.last = Some(RolloutOutcome {
+            candidate,
+            model_dir: progress.request.model_dir,
+            revision,
+            result,
+            cut_over: progress.cut_over,
+            elapsed,
+            at: unix_now(),
+        });
+    }
+
+    /// Everything that may have become true since the last turn: workers that left or are ready, deadlines, broken rules.
+    pub(super) fn settle_rollout(&mut self, now: Instant) {
+        self.let_retiring_leave(now);
+        let gone = |supervisor: &Self, id: DeploymentId| {
+            !supervisor.slots.range((id, 0)..=(id, u32::MAX)).any(|(_, slot)| slot.live.is_some())
+        };
+        let ready = |supervisor: &Self, id: DeploymentId| supervisor.ready_workers(id).count();
+        match self.rollouts.state.clone() {
+            Rollout::Steady => return,
+            Rollout::Clearing(attempt) => {
+                let left = self.deployments.get(&attempt.replaces).is_none_or(|entry| entry.left);
+                if left && gone(self, attempt.replaces) {
+                    self.rollout_event(RolloutEvent::Gone { of: attempt.replaces }, now);
+                }
+            }
+            Rollout::Loading(attempt) => {
+                let wanted = self.deployments.get(&attempt.candidate).map_or(1, |entry| entry.spec.workers.max(1));
+                if ready(self, attempt.candidate) >= wanted as usize {
+                    self.rollout_event(RolloutEvent::Ready { of: attempt.candidate }, now);
+                }
+            }
+            Rollout::Restoring { attempt, cleared: false, .. } => {
+                let left = self.deployments.get(&attempt.candidate).is_none_or(|entry| entry.left);
+                if left && gone(self, attempt.candidate) {
+                    self.rollout_event(RolloutEvent::Gone { of: attempt.candidate }, now);
+                }
+            }
+            Rollout::Restoring { attempt, cleared: true, .. } => {
+                if ready(self, attempt.replaces) > 0 {
+                    self.rollout_event(RolloutEvent::Ready { of: attempt.replaces }, now);
+                }
+            }
+            Rollout::Soaking(attempt) => self.soak(&attempt, now),
+            Rollout::Verifying(_) | Rollout::Probing(_) => {}
+        }
+        self.rollout_event(RolloutEvent::Tick, now);
+    }
+
+    fn soak(&mut self, attempt: &Attempt, now: Instant) {
+        let Some(progress) = &mut self.rollouts.attempt else { return };
+        if now < progress.soak_due {
+            return;
+        }
+        progress.soak_due = now + SOAK_INTERVAL;
+        let mut new = self.observed(attempt.candidate);
+        let mut old = self.observed(attempt.replaces);
+        let Some(progress) = &self.rollouts.attempt else { return };
+        new.figures = new.figures.since(&progress.new_then.figures);
+        new.nan_sequences -= progress.new_then.nan_sequences.min(new.nan_sequences);
+        // Beside a canary the old one is measured in the same minutes, else in its life before.
+        old.figures = match attempt.canary {
+            Some(_) => old.figures.since(&progress.old_then),
+            None => progress.old_then,
+        };
+        // Only answers of the candidate's own count against it.
+        old.nan_sequences = 0;
+        if let Some(reason) = soak::breach(&self.settings.soak, &old, &new) {
+            self.rollout_event(RolloutEvent::Failed { of: attempt.candidate, reason }, now);
+        }
+    }
+
+    fn observed(&self, id: DeploymentId) -> Observed {
+        let mut stats = StepStats::default();
+        for (_, slot) in self.slots.range((id, 0)..=(id, u32::MAX)) {
+            add_counters(&mut stats, &slot.base);
+            if let Some(live) = &slot.live {
+                add_counters(&mut stats, &live.stats);
+            }
+        }
+        Observed {
+            figures: self.requests.figures(id),
+            nan_sequences: stats.nan_sequences,
+            expert_tokens: stats.expert_tokens,
+        }
+    }
+
+    /// A worker of a deployment was lost: a candidate is not given a second chance.
+    pub(super) fn candidate_lost_worker(&mut self, id: DeploymentId, reason: &str, now: Instant) {
+        if self.rollouts.state.attempt().is_some_and(|attempt| attempt.candidate == id) {
+            let reason = format!("one of its workers was lost: {reason}");
+            self.rollout_event(RolloutEvent::Failed { of: id, reason }, now);
+        }
+    }
+
+    /// Deployments that have ended what they began let their workers go, and are forgotten when these are gone.
+    fn let_retiring_leave(&mut self, now: Instant) {
+        let leaving: Vec<_> = self
+            .deployments
+            .iter()
+            .filter(|(_, entry)| entry.leaves_at.is_some_and(|at| at <= now))
+            .map(|(id, entry)| (*id, entry.left))
+            .collect();
+        for (id, left) in leaving {
+            if !left && self.requests.of_deployment(id) == 0 {
+                if let Some(entry) = self.deployments.get_mut(&id) {
+                    entry.left = true;
+                }
+                self.unwant_workers(id);
+                self.publish.at_once();
+            }
+            let left = self.deployments.get(&id).is_some_and(|entry| entry.left);
+            let gone = !self.slots.range((id, 0)..=(id, u32::MAX)).any(|(_, slot)| slot.live.is_some());
+            let needed = self.rollouts.state.attempt().is_some_and(|a| a.candidate == id || a.replaces == id);
+            if left && gone && !needed {
+                self.forget(id);
+            }
+        }
+    }
+
+    fn forget(&mut self, id: DeploymentId) {
+        let keys: Vec<_> = self.slots.range((id, 0)..=(id, u32::MAX)).map(|(key, _)| *key).collect();
+        for key in keys {
+            if let Some(slot) = self.slots.remove(&key) {
+                add_counters(&mut self.base, &slot.base);
+            }
+        }
+        self.requests.forget_deployment(id);
+        if let Some(entry) = self.deployments.remove(&id) {
+            self.tell(FleetEvent::DeploymentRetired { deployment: id, revision: entry.spec.revision });
+        }
+        self.publish.at_once();
+    }
+}
+
+impl DeploymentEntry {
+    pub(super) fn new(spec: DeploymentSpec, role: DeploymentRole) -> Self {
+        Self { spec, role, deployment: None, failed: None, leaves_at: None, left: false }
+    }
+}
+
+impl From<(DeploymentId, Report)> for SupervisorEvent {
+    fn from((of, report): (DeploymentId, Report)) -> Self {
+        Self::Rollout(of, report)
+    }
+}
