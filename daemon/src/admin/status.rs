@@ -2,7 +2,7 @@
 
 use super::error::AdminError;
 use super::{Caller, Control};
-use crate::supervisor::{FleetStatus, WorkerStatus};
+use crate::supervisor::{FleetStatus, RolloutResult, WorkerStatus};
 use crate::system::memory;
 use crate::telemetry::metrics::{EngineFigures, FleetFigures};
 use axum::extract::State;
@@ -91,9 +91,14 @@ impl Control {
                 phase: fleet.rollout.phase.to_string(),
                 candidate: fleet.rollout.candidate.map(|d| d.to_string()),
                 seconds_left: fleet.rollout.phase_left.map(|d| d.as_secs_f64()),
-                last: fleet.rollout.last.as_ref().map(|last| match &last.failure {
-                    None => format!("{} took over", last.revision),
-                    Some(reason) => format!("{} did not: {reason}", last.revision),
+                last: fleet.rollout.last.as_ref().map(|last| match &last.result {
+                    RolloutResult::Completed => format!("{} took over", last.revision),
+                    RolloutResult::RolledBack { phase, reason } => {
+                        format!("{} did not take over ({phase}): {reason}", last.revision)
+                    }
+                    RolloutResult::NotRestored { reason } => {
+                        format!("{} failed, and the old model is not back yet: {reason}", last.revision)
+                    }
                 }),
             },
             memory: admin::Memory {

@@ -36,6 +36,7 @@ impl FleetObserver for ToMetrics {
             | FleetEvent::DeploymentActivated { .. }
             | FleetEvent::DeploymentRetired { .. }
             | FleetEvent::DeploymentFailed { .. }
+            | FleetEvent::CommitFailed { .. }
             | FleetEvent::Draining { .. }
             | FleetEvent::Drained { .. } => {}
         }
@@ -76,21 +77,28 @@ impl FleetObserver for ToAudit {
             FleetEvent::DeploymentFailed { deployment, reason } => {
                 self.0.event("deployment.failed", &deployment.to_string(), json!({ "reason": reason }));
             }
-            FleetEvent::RolloutBegan { deployment, revision, strategy } => self.0.event(
+            FleetEvent::RolloutBegan { deployment, model_dir, strategy } => self.0.event(
                 "rollout.began",
                 &deployment.to_string(),
-                json!({ "revision": revision, "strategy": strategy }),
+                json!({ "model_dir": model_dir, "strategy": strategy }),
             ),
             FleetEvent::RolloutPhase { deployment, phase, detail } => self.0.event(
                 "rollout.phase",
                 &deployment.to_string(),
                 json!({ "phase": phase.as_str(), "detail": detail }),
             ),
-            FleetEvent::RolloutCompleted { deployment, revision, elapsed } => self.0.event(
+            FleetEvent::RolloutCompleted { deployment, revision, elapsed, cut_over } => self.0.event(
                 "rollout.completed",
                 &deployment.to_string(),
-                json!({ "revision": revision, "seconds": elapsed.as_secs_f64() }),
+                json!({
+                    "revision": revision,
+                    "seconds": elapsed.as_secs_f64(),
+                    "cut_over_seconds": cut_over.map(|c| c.pause.as_secs_f64()),
+                }),
             ),
+            FleetEvent::CommitFailed { deployment, reason } => {
+                self.0.event("rollout.commit_failed", &deployment.to_string(), json!({ "reason": reason }));
+            }
             FleetEvent::RolledBack { deployment, revision, reason, restored } => self.0.event(
                 "rollout.rolled_back",
                 &deployment.to_string(),
