@@ -1,15 +1,14 @@
 //! How fast is the engine alone? Like llama-batched-bench: every sequence gets the same prompt length, all prefill, then
 //! all decode greedily for a number of steps.
 //!
-//! `bench_runner MODEL [--dtype bf16|f32] [--quant none|int8|int4|int8g128|int4g32|int4zp] [--batch 1,8,16,32] [--prompt 128]
-//! [--new 64] [--threads N] [--ops]` prints load time, resident memory, prefill and decode tokens/s, and with `--ops` where
-//! the time of a step goes.
+//! `bench_runner MODEL [--kind bf16] [--batch 1,8,16,32] [--prompt 128] [--new 64] [--threads N] [--ops]`, the kind as
+//! `WeightPlan::parse` reads it, prints load time, resident memory, prefill and decode tokens/s, and with `--ops` where the
+//! time of a step goes.
 
 use ernie_engine::model::{Observer, Op, WeightPlan};
 use ernie_engine::runner::cpu::{CpuRunner, LoadPhase};
-use ernie_engine::runner::options::{Dtype, LoadOptions, Quantization};
+use ernie_engine::runner::options::LoadOptions;
 use ernie_engine::runner::{BatchSequence, ModelRunner, Row, SampleRow, StepBatch, Want};
-use ernie_kernels::WeightKind;
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
@@ -38,16 +37,11 @@ fn arguments() -> Result<Arguments, String> {
         }
         let value = given.next().ok_or_else(|| format!("{flag} needs a value"))?;
         let number = || value.parse::<usize>().map_err(|e| format!("{flag} {value}: {e}"));
-        let uniform = |kind| Some(WeightPlan { head: WeightKind::Int8, ..WeightPlan::uniform(kind) });
         match (flag.as_str(), value.as_str()) {
-            ("--dtype", "bf16") => a.options.dtype = Dtype::Bfloat16,
-            ("--dtype", "f32") => a.options.dtype = Dtype::Float32,
-            ("--quant", "none") => a.options.quantization = Quantization::None,
-            ("--quant", "int8") => a.options.quantization = Quantization::Int8,
-            ("--quant", "int4") => a.options.quantization = Quantization::Int4,
-            ("--quant", "int8g128") => a.options.plan = uniform(WeightKind::Int8Group { group: 128 }),
-            ("--quant", "int4g32") => a.options.plan = uniform(WeightKind::Int4 { group: 32, zero_point: false }),
-            ("--quant", "int4zp") => a.options.plan = uniform(WeightKind::Int4 { group: 128, zero_point: true }),
+            ("--kind", name) => {
+                let plan = WeightPlan::parse(name).ok_or_else(|| format!("{name} is no weight kind"))?;
+                a.options.plan = Some(plan);
+            }
             ("--batch", list) => {
                 a.batches =
                     list.split(',').map(|b| b.parse().map_err(|e| format!("{b}: {e}"))).collect::<Result<_, _>>()?;
@@ -146,7 +140,7 @@ fn measure(runner: &mut CpuRunner, a: &Arguments, sequences: usize) -> Result<()
     let per_sequence = (a.prompt + a.new).div_ceil(16);
     let budget = runner.limits().max_num_batched_tokens as usize;
     let mut step = StepBatch::default();
-    let mut add = |step: &mut StepBatch, s: usize, from: usize, ids: &[u32], sample: bool| {
+    let add = |step: &mut StepBatch, s: usize, from: usize, ids: &[u32], sample: bool| {
         let first = (s * per_sequence) as u32;
         step.sequences.push(BatchSequence {
             token_start: step.tokens.len() as u32,

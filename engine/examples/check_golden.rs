@@ -56,8 +56,7 @@ fn main() -> Result<(), String> {
             "int4" => (Dtype::Auto, Quantization::Int4),
             other => return Err(format!("{other} is no weight kind")),
         };
-        let options =
-            LoadOptions { dtype, quantization, max_model_len: Some(1024), ..LoadOptions::new(&model) };
+        let options = LoadOptions { dtype, quantization, max_model_len: Some(1024), ..LoadOptions::new(&model) };
         let mut runner = CpuRunner::load(&options, &mut |_| {}).map_err(|e| e.to_string())?;
         let (mut equal, mut all) = (0, 0);
         for prompt in golden["prompts"].as_array().into_iter().flatten() {

@@ -1,6 +1,7 @@
 //! What does a weight kind cost in quality? Perplexity of a text, per weight kind, in windows of `--context` tokens.
 //!
-//! `perplexity MODEL IDS [--kinds f32,bf16,int8,...] [--context 512] [--tokens N]`. IDS is a file of token ids separated by
+//! `perplexity MODEL IDS [--kinds bf16,int8-ag,...] [--context 512] [--tokens N] [--threads N]`, kinds as
+//! `WeightPlan::parse` reads them. IDS is a file of token ids separated by
 //! white space (the engine knows no text). The first token of each window is context only. Prints perplexity and its ratio
 //! to the first kind of the list.
 
@@ -8,32 +9,8 @@ use ernie_engine::model::WeightPlan;
 use ernie_engine::runner::cpu::CpuRunner;
 use ernie_engine::runner::options::LoadOptions;
 use ernie_engine::runner::{BatchSequence, ModelRunner, Row, SampleRow, StepBatch, Want};
-use ernie_kernels::WeightKind;
 use ernie_kernels::sample::log_sum_exp;
 use std::path::{Path, PathBuf};
-
-/// Every kind by its name here. The quantised ones keep the head at 8 bits, as `--quantization` does.
-fn plan(name: &str) -> Option<WeightPlan> {
-    let int4 = |group, zero_point| WeightPlan {
-        head: WeightKind::Int8,
-        ..WeightPlan::uniform(WeightKind::Int4 { group, zero_point })
-    };
-    Some(match name {
-        "f32" => WeightPlan::float32(),
-        "bf16" => WeightPlan::uniform(WeightKind::Bf16),
-        "int8" => WeightPlan::uniform(WeightKind::Int8),
-        "int8g128" => {
-            WeightPlan { head: WeightKind::Int8, ..WeightPlan::uniform(WeightKind::Int8Group { group: 128 }) }
-        }
-        "int8g32" => WeightPlan { head: WeightKind::Int8, ..WeightPlan::uniform(WeightKind::Int8Group { group: 32 }) },
-        "int4g32" => int4(32, false),
-        "int4g64" => int4(64, false),
-        "int4g128" => int4(128, false),
-        "int4g32zp" => int4(32, true),
-        "int4g128zp" => int4(128, true),
-        _ => return None,
-    })
-}
 
 fn read_ids(file: &Path) -> Result<Vec<u32>, String> {
     let content = std::fs::read_to_string(file).map_err(|e| format!("{}: {e}", file.display()))?;
@@ -44,13 +21,14 @@ fn main() -> Result<(), String> {
     let mut given = std::env::args().skip(1);
     let model = PathBuf::from(given.next().ok_or("which model folder?")?);
     let text = PathBuf::from(given.next().ok_or("which file of token ids?")?);
-    let (mut kinds, mut context, mut most) = ("bf16,int8,int8g128,int4g32,int4g128".to_owned(), 512, usize::MAX);
+    let (mut kinds, mut context, mut most, mut threads) = ("bf16,int8,int4g128".to_owned(), 512, usize::MAX, 0);
     while let (Some(flag), Some(value)) = (given.next(), given.next()) {
         let number = || value.parse::<usize>().map_err(|e| format!("{flag} {value}: {e}"));
         match flag.as_str() {
             "--kinds" => kinds = value,
             "--context" => context = number()?,
             "--tokens" => most = number()?,
+            "--threads" => threads = number()?,
             _ => return Err(format!("{flag} is not known")),
         }
     }
@@ -59,13 +37,14 @@ fn main() -> Result<(), String> {
     println!("{} tokens of {} in windows of {context}", ids.len(), text.display());
     let mut first = None;
     for kind in kinds.split(',') {
-        let plan = plan(kind).ok_or_else(|| format!("{kind} is no weight kind"))?;
+        let plan = WeightPlan::parse(kind).ok_or_else(|| format!("{kind} is no weight kind"))?;
         let options = LoadOptions {
             plan: Some(plan),
             max_model_len: Some(context as u32),
             max_num_batched_tokens: context as u32,
             max_num_seqs: 32,
             memory_bytes: 20 << 30,
+            threads,
             ..LoadOptions::new(&model)
         };
         let mut runner = CpuRunner::load(&options, &mut |_| {}).map_err(|e| e.to_string())?;

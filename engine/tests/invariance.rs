@@ -5,7 +5,6 @@ mod common;
 
 use common::*;
 use ernie_engine::model::WeightPlan;
-use ernie_engine::model::weights::RowKind;
 use ernie_engine::runner::options::LoadOptions;
 use ernie_engine::runner::{ModelRunner, StepBatch};
 use ernie_kernels::{KvKind, WeightKind};
@@ -18,21 +17,12 @@ use std::path::Path;
 const LEN: usize = 150;
 
 fn plans() -> Vec<(&'static str, WeightPlan)> {
-    let bf16 = WeightPlan::uniform(WeightKind::Bf16);
-    let int4 = |group, zero_point| WeightKind::Int4 { group, zero_point };
-    vec![
-        ("f32", WeightPlan::float32()),
-        ("f32 weights, bf16 kv", WeightPlan { kv: KvKind::Bf16, embedding: RowKind::Bf16, ..WeightPlan::float32() }),
-        ("bf16", bf16),
-        ("int8", WeightPlan::uniform(WeightKind::Int8)),
-        (
-            "int8 g128",
-            WeightPlan { head: WeightKind::Int8, ..WeightPlan::uniform(WeightKind::Int8Group { group: 128 }) },
-        ),
-        ("int4 g128", WeightPlan { head: WeightKind::Int8, ..WeightPlan::uniform(int4(128, false)) }),
-        ("int4 g32 zp", WeightPlan { head: WeightKind::Bf16, ..WeightPlan::uniform(int4(32, true)) }),
-        ("int4 experts", WeightPlan { experts: int4(64, false), ..bf16 }),
-    ]
+    let names = ["f32", "bf16", "int8", "int8-ag", "int8g128-dg", "int4g128", "int4g32zp-ag-h16"];
+    let mut plans: Vec<_> = names.iter().map(|&name| (name, WeightPlan::parse(name).unwrap())).collect();
+    let int4 = WeightKind::Int4 { group: 64, zero_point: false };
+    plans.push(("int4 experts", WeightPlan { experts: int4.into(), ..WeightPlan::uniform(WeightKind::Bf16) }));
+    plans.push(("f32 with bf16 kv", WeightPlan { kv: KvKind::Bf16, ..WeightPlan::float32() }));
+    plans
 }
 
 fn options(dir: &Path, plan: WeightPlan, threads: usize) -> LoadOptions {

@@ -2,8 +2,9 @@
 
 use super::config::ModelConfig;
 use super::parameters::LayerNames;
+use super::plan::Form;
 use super::weights::{Loader, WeightsError};
-use ernie_kernels::{Arrange, KvCache, Matrix, RopeTable, Span, WeightKind};
+use ernie_kernels::{Arrange, KvCache, Matrix, RopeTable, Span};
 
 #[derive(Debug)]
 pub struct AttentionBlock {
@@ -12,11 +13,11 @@ pub struct AttentionBlock {
 }
 
 impl AttentionBlock {
-    pub(crate) fn load(loader: &mut Loader<'_>, kind: WeightKind, names: &LayerNames) -> Result<Self, WeightsError> {
+    pub(crate) fn load(loader: &mut Loader<'_>, form: Form, names: &LayerNames) -> Result<Self, WeightsError> {
         let (q, k, v) = (names.attention("q"), names.attention("k"), names.attention("v"));
         Ok(Self {
-            qkv: loader.matrix(kind, Arrange::Concat, &[&q, &k, &v])?,
-            out: loader.matrix(kind, Arrange::Concat, &[&names.attention("o")])?,
+            qkv: loader.matrix(form, Arrange::Concat, &[&q, &k, &v])?,
+            out: loader.matrix(form, Arrange::Concat, &[&names.attention("o")])?,
         })
     }
 

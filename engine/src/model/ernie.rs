@@ -10,34 +10,11 @@ use super::mlp::Mlp;
 use super::moe::{MoeBlock, MoeInput, expert_counters};
 use super::observer::{Observer, Op};
 use super::parameters::{EMBEDDING, FINAL_NORM, HEAD, LayerNames};
-use super::weights::{Loader, RowKind, Rows, WeightsError};
+use super::plan::WeightPlan;
+use super::weights::{Loader, Rows, WeightsError};
 use super::workspace::Workspace;
-use ernie_kernels::{Arrange, KvKind, Matrix, Out, Pool, WeightKind, attention, gemm, rope_append};
+use ernie_kernels::{Arrange, Matrix, Out, Pool, attention, gemm, rope_append};
 use std::ops::Range;
-
-/// In which form weights and KV blocks lie in memory.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct WeightPlan {
-    /// Linear layers of attention and dense MLPs, the shared experts among them.
-    pub linear: WeightKind,
-    pub experts: WeightKind,
-    pub head: WeightKind,
-    /// Values of the embedding when it is not looked up in the packed head.
-    pub embedding: RowKind,
-    pub kv: KvKind,
-}
-
-impl WeightPlan {
-    pub fn float32() -> Self {
-        let kind = WeightKind::F32;
-        Self { linear: kind, experts: kind, head: kind, embedding: RowKind::F32, kv: KvKind::F32 }
-    }
-
-    /// Everything in `kind`, the head too; bf16 embedding and KV.
-    pub fn uniform(kind: WeightKind) -> Self {
-        Self { linear: kind, experts: kind, head: kind, embedding: RowKind::Bf16, kv: KvKind::Bf16 }
-    }
-}
 
 #[derive(Debug)]
 pub struct Ernie {
@@ -79,7 +56,7 @@ impl Ernie {
     pub fn load(config: ModelConfig, plan: &WeightPlan, loader: &mut Loader<'_>) -> Result<Self, WeightsError> {
         let tied = config.tie_word_embeddings;
         // A quantised head is no place to look embeddings up in: they are kept high.
-        let head_is_embedding = tied && matches!(plan.head, WeightKind::Bf16 | WeightKind::F32);
+        let head_is_embedding = tied && !plan.head.is_quantized();
         let keep_rows = (!head_is_embedding).then_some(plan.embedding);
         let embedding = loader.embedding(EMBEDDING, tied.then_some(plan.head), keep_rows)?;
         let layers = (0..config.num_layers).map(|l| Layer::load(&config, plan, loader, l)).collect::<Result<_, _>>()?;
@@ -174,7 +151,7 @@ impl Layer {
             Some(moe) if config.is_moe_layer(layer) => {
                 FeedForward::Moe(Box::new(MoeBlock::load(loader, plan, moe, &names)?))
             }
-            _ => FeedForward::Dense(Mlp::load(loader, plan.linear, &names.mlp())?),
+            _ => FeedForward::Dense(Mlp::load(loader, plan.linear, plan.down, &names.mlp())?),
         };
         Ok(Self { input_norm, attention, post_norm, feed_forward })
     }

@@ -2,8 +2,9 @@
 
 use super::observer::{Observer, Op};
 use super::parameters::linear;
+use super::plan::Form;
 use super::weights::{Loader, WeightsError};
-use ernie_kernels::{Acts, Arrange, Matrix, Out, Pool, WeightKind, gemm};
+use ernie_kernels::{Acts, Arrange, Matrix, Out, Pool, gemm};
 
 #[derive(Debug)]
 pub struct Mlp {
@@ -12,11 +13,11 @@ pub struct Mlp {
 }
 
 impl Mlp {
-    pub(crate) fn load(loader: &mut Loader<'_>, kind: WeightKind, prefix: &str) -> Result<Self, WeightsError> {
-        let (gate, up) = (linear(prefix, "gate"), linear(prefix, "up"));
+    pub(crate) fn load(loader: &mut Loader<'_>, gate_up: Form, down: Form, prefix: &str) -> Result<Self, WeightsError> {
+        let names = (linear(prefix, "gate"), linear(prefix, "up"));
         Ok(Self {
-            gate_up: loader.matrix(kind, Arrange::GateUp, &[&gate, &up])?,
-            down: loader.matrix(kind, Arrange::Concat, &[&linear(prefix, "down")])?,
+            gate_up: loader.matrix(gate_up, Arrange::GateUp, &[&names.0, &names.1])?,
+            down: loader.matrix(down, Arrange::Concat, &[&linear(prefix, "down")])?,
         })
     }
 

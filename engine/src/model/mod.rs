@@ -12,12 +12,14 @@ pub mod mlp;
 pub mod moe;
 pub mod observer;
 pub mod parameters;
+pub mod plan;
 pub mod weights;
 pub mod workspace;
 
 pub use checkpoint::{Checkpoint, CheckpointError};
 pub use config::{ConfigError, ModelConfig, MoeConfig};
 pub use digest::Manifest;
-pub use ernie::{Ernie, WeightPlan};
+pub use ernie::Ernie;
 pub use observer::{Observer, Op};
+pub use plan::{Form, WeightPlan};
 pub use weights::WeightsError;

@@ -3,10 +3,10 @@
 //! The correction bias takes part in the choice only; the weights are the plain softmax values of the chosen, renormalised.
 
 use super::config::{ModelConfig, MoeConfig};
-use super::ernie::WeightPlan;
 use super::mlp::Mlp;
 use super::observer::{Observer, Op};
 use super::parameters::LayerNames;
+use super::plan::WeightPlan;
 use super::weights::{Loader, WeightsError};
 use super::workspace::MoeWorkspace;
 use ernie_kernels::ops::route;
@@ -39,13 +39,13 @@ impl MoeBlock {
     ) -> Result<Self, WeightsError> {
         let (mut gate_up, mut down) = (Vec::new(), Vec::new());
         for expert in 0..config.num_experts {
-            let expert = Mlp::load(loader, plan.experts, &names.expert(expert))?;
+            let expert = Mlp::load(loader, plan.experts, plan.experts_down, &names.expert(expert))?;
             gate_up.push(expert.gate_up);
             down.push(expert.down);
         }
         let shared = match config.num_shared_experts {
             0 => None,
-            _ => Some(Mlp::load(loader, plan.linear, &names.shared_experts())?),
+            _ => Some(Mlp::load(loader, plan.linear, plan.down, &names.shared_experts())?),
         };
         let (gate, bias) = (loader.vector(&names.router())?, loader.vector(&names.router_bias())?);
         Ok(Self { gate, bias, norm_min: config.norm_min, gate_up, down, shared })

@@ -8,8 +8,9 @@
 
 use super::checkpoint::{Checkpoint, CheckpointError, ElementType, TensorAt};
 use super::digest::{Hashing, Manifest};
+use super::plan::Form;
 use ernie_kernels::ops::embed_bf16;
-use ernie_kernels::{Arrange, Matrix, PackError, Pool, RowSource, WeightKind};
+use ernie_kernels::{Arrange, Matrix, PackError, Pool, RowSource};
 use memmap2::{Advice, Mmap, UncheckedAdvice};
 use std::collections::HashMap;
 use std::fs::{File, Metadata};
@@ -163,18 +164,18 @@ impl<'a> Loader<'a> {
     }
 
     /// Packs one or more tensors as one matrix.
-    pub fn matrix(&mut self, kind: WeightKind, arrange: Arrange, names: &[&str]) -> Result<Matrix, WeightsError> {
+    pub fn matrix(&mut self, form: Form, arrange: Arrange, names: &[&str]) -> Result<Matrix, WeightsError> {
         let tensors = names.iter().map(|name| self.claim(name)).collect::<Result<Vec<_>, _>>()?;
-        let matrix = self.pack(kind, arrange, names[0], &tensors)?;
+        let matrix = self.pack(form, arrange, names[0], &tensors)?;
         tensors.iter().for_each(|t| self.done(t));
         Ok(matrix)
     }
 
-    fn pack(&self, kind: WeightKind, arrange: Arrange, name: &str, parts: &[TensorAt]) -> Result<Matrix, WeightsError> {
+    fn pack(&self, form: Form, arrange: Arrange, name: &str, parts: &[TensorAt]) -> Result<Matrix, WeightsError> {
         let columns = parts[0].shape.last().copied().unwrap_or(0);
         parts.iter().for_each(|t| self.checkpoint.files[t.file].expect(&t.range));
         let sources: Vec<_> = parts.iter().map(|t| self.rows(t)).collect();
-        Matrix::pack(self.pool, kind, columns, &sources, arrange)
+        Matrix::pack_with(self.pool, form.weights, form.acts, columns, &sources, arrange)
             .map_err(|source| WeightsError::Pack { name: name.to_owned(), source })
     }
 
@@ -199,12 +200,12 @@ impl<'a> Loader<'a> {
     pub fn embedding(
         &mut self,
         name: &str,
-        head: Option<WeightKind>,
+        head: Option<Form>,
         keep_rows: Option<RowKind>,
     ) -> Result<Embedding, WeightsError> {
         let tensor = self.claim(name)?;
         let head = match head {
-            Some(kind) => Some(self.pack(kind, Arrange::Concat, name, std::slice::from_ref(&tensor))?),
+            Some(form) => Some(self.pack(form, Arrange::Concat, name, std::slice::from_ref(&tensor))?),
             None => None,
         };
         let rows = keep_rows.map(|kind| Rows::read(kind, self.rows(&tensor)));

@@ -4,7 +4,7 @@
 //! scheduler's business: here a batch is only checked against the sizes, so that a wrong plan is an error and no crash.
 
 use super::batch::{StepBatch, Want};
-use super::options::{BLOCK_SIZE, LoadError, LoadOptions, plan_kv, plan_name, weights_bytes_at_least};
+use super::options::{BLOCK_SIZE, LoadError, LoadOptions, plan_kv, weights_bytes_at_least};
 use super::{ModelRunner, Row, RunnerError, RunnerLimits};
 use crate::model::attention::Paged;
 use crate::model::ernie::Step;
@@ -110,7 +110,7 @@ impl CpuRunner {
         let rope = RopeTable::new(config.head_dim, config.rope_theta, kv_plan.max_model_len as usize);
         let per_block = KvCache::bytes_per_block(plan.kv, config.num_layers, config.num_kv_heads, config.head_dim);
         let report = LoadReport {
-            weights: plan_name(&plan),
+            weights: plan.name(),
             isa: Isa::selected().name(),
             threads: pool.threads(),
             weights_bytes,

@@ -2,7 +2,7 @@
 //! and why it may be refused. Decides only; nothing here reads a file or allocates.
 
 use crate::model::config::{ConfigDtype, ConfigError, ModelConfig};
-use crate::model::weights::{RowKind, WeightsError};
+use crate::model::weights::WeightsError;
 use crate::model::{CheckpointError, Manifest, WeightPlan};
 use ernie_kernels::{KvCache, KvKind, WeightKind};
 use std::path::PathBuf;
@@ -98,25 +98,13 @@ impl LoadOptions {
             }
             Quantization::Int8 => Ok(WeightPlan::uniform(INT8)),
             // The head decides between close tokens; 8 bits cost it little time and keep its order.
-            Quantization::Int4 => {
-                Ok(WeightPlan { head: INT8, kv: KvKind::Bf16, embedding: RowKind::Bf16, ..WeightPlan::uniform(INT4) })
-            }
+            Quantization::Int4 => Ok(WeightPlan::uniform(INT4).with_head(INT8)),
         }
     }
 }
 
 const INT8: WeightKind = WeightKind::Int8;
 const INT4: WeightKind = WeightKind::Int4 { group: 128, zero_point: false };
-
-/// Short name of a weight plan: `bf16`, `f32`, `int8`, `int4`.
-pub fn plan_name(plan: &WeightPlan) -> &'static str {
-    match plan.linear {
-        WeightKind::F32 => "f32",
-        WeightKind::Bf16 => "bf16",
-        WeightKind::Int8 | WeightKind::Int8Group { .. } => "int8",
-        WeightKind::Int4 { .. } => "int4",
-    }
-}
 
 /// A number of bytes that weights in this plan take at least, before any is read.
 pub(crate) fn weights_bytes_at_least(config: &ModelConfig, plan: &WeightPlan) -> u64 {
@@ -128,7 +116,8 @@ pub(crate) fn weights_bytes_at_least(config: &ModelConfig, plan: &WeightPlan) ->
     };
     let table = config.vocab_size as u64 * config.hidden_size as u64;
     let tables = if config.tie_word_embeddings { table } else { 2 * table };
-    (config.parameters() - tables) * bits(plan.experts).min(bits(plan.linear)) / 8 + table * bits(plan.head) / 8
+    (config.parameters() - tables) * bits(plan.experts.weights).min(bits(plan.linear.weights)) / 8
+        + table * bits(plan.head.weights) / 8
 }
 
 /// KV blocks and the longest sequence that they allow.
