@@ -324,9 +324,6 @@ pub(crate) struct BenchArgs {
     /// Requests in all
     #[arg(long)]
     pub(crate) requests: Option<u32>,
-    /// Chooses the prompts; another seed meets no cached prefix of an earlier run
-    #[arg(long, default_value_t = 0)]
-    pub(crate) seed: u64,
     /// A second server to measure right after, side by side
     #[arg(long, value_name = "URL")]
     pub(crate) compare: Option<String>,

@@ -7,6 +7,7 @@
 mod cli;
 mod client;
 mod commands;
+mod load;
 mod output;
 
 use clap::Parser;

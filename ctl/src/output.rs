@@ -24,7 +24,7 @@ pub(crate) fn print(text: &str) -> Result<()> {
 
 pub(crate) fn table(header: &[&str], rows: impl IntoIterator<Item = Vec<String>>) -> String {
     let mut table = Table::new();
-    table.load_preset(NOTHING).set_content_arrangement(ContentArrangement::Dynamic);
+    table.load_style(NOTHING).set_content_arrangement(ContentArrangement::Dynamic);
     if !std::io::stdout().is_terminal() {
         table.set_content_arrangement(ContentArrangement::Disabled);
     }
@@ -98,7 +98,7 @@ fn paint(text: &str, code: &str) -> String {
 /// Seconds since 1970 as local time.
 pub(crate) fn moment(unix: i64) -> String {
     jiff::Timestamp::from_second(unix)
-        .map(|t| t.to_zoned(jiff::tz::TimeZone::system()).strftime("%Y-%m-%d %H:%M:%S").to_string())
+        .map(|t| t.to_zoned_datetime(jiff::tz::TimeZone::system()).strftime("%Y-%m-%d %H:%M:%S").to_string())
         .unwrap_or_else(|_| unix.to_string())
 }
 

@@ -105,13 +105,13 @@ pub(crate) fn run(sh: &Shell, arguments: &[String]) -> Result<()> {
                 let report: Value = serde_json::from_str(&text)?;
                 let report = report.get(0).cloned().unwrap_or(report);
                 eprintln!(
-                    "round {} users {users:>3} {:<12} {:>8.1} tok/s  TTFT p50 {:>7.3} s  gap p50 {:>6.1} ms p99 {:>8.1} ms",
+                    "round {} users {users:>3} {:<12} {:>8.1} tok/s  TTFT p50 {:>7.0} ms  gap p50 {:>6.1} ms p99 {:>8.1} ms",
                     round + 1,
                     contender.name,
                     number(&report, &["output_tokens_per_second"]),
-                    number(&report, &["first_token_seconds", "p50"]),
-                    1e3 * number(&report, &["token_gap_seconds", "p50"]),
-                    1e3 * number(&report, &["token_gap_seconds", "p99"]),
+                    number(&report, &["ttft_ms", "p50"]),
+                    number(&report, &["itl_ms", "p50"]),
+                    number(&report, &["itl_ms", "p99"]),
                 );
                 results.entry((users, i)).or_default().push(report);
             }
@@ -123,7 +123,7 @@ pub(crate) fn run(sh: &Shell, arguments: &[String]) -> Result<()> {
 
 fn print_table(contenders: &[Contender], options: &Options, results: &BTreeMap<(u32, usize), Vec<Value>>) {
     println!(
-        "| users | server | out tok/s | ours / theirs | TTFT p50 s | TTFT p99 s | gap p50 ms | gap p99 ms |\n|---:|---|---:|---:|---:|---:|---:|---:|"
+        "| users | server | out tok/s | ours / theirs | TTFT p50 ms | TTFT p99 ms | gap p50 ms | gap p99 ms |\n|---:|---|---:|---:|---:|---:|---:|---:|"
     );
     for &users in &options.users {
         let median_of = |i: usize, path: &[&str]| {
@@ -136,13 +136,13 @@ fn print_table(contenders: &[Contender], options: &Options, results: &BTreeMap<(
         for (i, contender) in contenders.iter().enumerate() {
             let rate = median_of(i, &["output_tokens_per_second"]);
             println!(
-                "| {users} | {} | {rate:.1} | {:.2} | {:.3} | {:.3} | {:.1} | {:.1} |",
+                "| {users} | {} | {rate:.1} | {:.2} | {:.0} | {:.0} | {:.1} | {:.1} |",
                 contender.name,
                 ours / rate,
-                median_of(i, &["first_token_seconds", "p50"]),
-                median_of(i, &["first_token_seconds", "p99"]),
-                1e3 * median_of(i, &["token_gap_seconds", "p50"]),
-                1e3 * median_of(i, &["token_gap_seconds", "p99"]),
+                median_of(i, &["ttft_ms", "p50"]),
+                median_of(i, &["ttft_ms", "p99"]),
+                median_of(i, &["itl_ms", "p50"]),
+                median_of(i, &["itl_ms", "p99"]),
             );
         }
     }
