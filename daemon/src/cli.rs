@@ -22,7 +22,8 @@ pub enum Role {
     Serve(Box<Config>, Box<Sources>),
     /// The engine process.
     Worker,
-    BenchKernels,
+    /// Only measurements whose name holds this.
+    BenchKernels(String),
     /// Everything was said already.
     Done(ExitCode),
 }
@@ -42,7 +43,7 @@ pub fn role() -> Role {
         Some(("serve", m)) => serve(m),
         Some(("check-config", m)) => Role::Done(check_config(m)),
         Some(("worker", _)) => Role::Worker,
-        Some(("bench-kernels", _)) => Role::BenchKernels,
+        Some(("bench-kernels", m)) => Role::BenchKernels(m.get_one::<String>("FILTER").cloned().unwrap_or_default()),
         _ => Role::Done(ExitCode::from(EXIT_CONFIG)), // clap demands a subcommand
     }
 }
@@ -78,7 +79,11 @@ pub fn command() -> Command {
                 .arg(Arg::new("example").long("example").action(ArgAction::SetTrue).help("print an example file with every setting")),
         ))
         .subcommand(Command::new("worker").about("The engine process; started by `serve`, never by hand").hide(true))
-        .subcommand(Command::new("bench-kernels").about("Measure the compute kernels on this machine"))
+        .subcommand(
+            Command::new("bench-kernels")
+                .about("Measure the compute kernels on this machine")
+                .arg(Arg::new("FILTER").help("only measurements whose name holds this")),
+        )
 }
 
 fn with_settings(command: Command) -> Command {

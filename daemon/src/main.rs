@@ -13,7 +13,10 @@ fn main() -> ExitCode {
                 ExitCode::FAILURE
             }
         },
-        Role::BenchKernels => ernied::worker::bench_kernels(),
+        Role::BenchKernels(filter) => {
+            println!("{}", ernie_kernels::bench::run(&filter));
+            ExitCode::SUCCESS
+        }
         Role::Done(code) => code,
     }
 }

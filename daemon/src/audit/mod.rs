@@ -162,6 +162,8 @@ impl AuditHandle {
 
     /// Writes what is pending and records a clean end.
     pub async fn close(&self) {
+        // Readers first: the last connection to go folds the write-ahead log into the file.
+        self.reader.close().await;
         let (reply, answer) = oneshot::channel();
         if self.commands.send(Command::Close { reply }).await.is_ok() {
             let _ = answer.await;

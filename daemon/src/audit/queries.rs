@@ -34,6 +34,10 @@ impl AuditReader {
         Self { pool }
     }
 
+    pub(super) async fn close(&self) {
+        self.pool.close().await;
+    }
+
     /// Rows in the order of their numbers.
     pub async fn rows(&self, filter: &AuditFilter) -> Result<Vec<AuditRow>, StoreError> {
         let limit = filter.limit.unwrap_or(100).min(ROWS_MAX);

@@ -108,6 +108,15 @@ pub struct LogFileError {
 impl Logging {
     /// Installs the subscriber for the whole process.
     pub fn start(config: &LoggingConfig) -> Result<Self, LogFileError> {
+        let (subscriber, logging) = Self::build(config)?;
+        subscriber.init();
+        Ok(logging)
+    }
+
+    /// The subscriber, not yet installed anywhere.
+    pub(crate) fn build(
+        config: &LoggingConfig,
+    ) -> Result<(impl tracing::Subscriber + Send + Sync + 'static, Self), LogFileError> {
         let mut guards = Vec::new();
         let (filter, handle) = reload::Layer::new(EnvFilter::builder().parse_lossy(&config.level));
         let (stdout, guard) = tracing_appender::non_blocking::NonBlockingBuilder::default()
@@ -138,9 +147,9 @@ impl Logging {
             queued as u64 + failed.load(Ordering::Relaxed)
         };
         let fold = fold::Fold::default();
-        tracing_subscriber::registry().with(filter).with(layers.with_filter(fold.clone())).init();
+        let subscriber = tracing_subscriber::registry().with(filter).with(layers.with_filter(fold.clone()));
         let control = LogControl { filter: handle, rotation, dropped: Arc::new(dropped), fold };
-        Ok(Self { control, _guards: guards })
+        Ok((subscriber, Self { control, _guards: guards }))
     }
 
     pub fn control(&self) -> &LogControl {
@@ -198,3 +207,6 @@ impl Milestones {
         tracing::info!("Serving on {url}");
     }
 }
+
+#[cfg(test)]
+mod tests;
