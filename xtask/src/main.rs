@@ -1,6 +1,7 @@
 //! `cargo xtask`: everything a developer or CI runs, in one place that needs cargo and nothing else.
 
 mod check;
+mod install;
 mod tidy;
 mod versus;
 
@@ -16,6 +17,7 @@ cargo xtask COMMAND
   tidy         the import rules and other invariants of docs/architecture.md
   lint         fmt, clippy, tidy, deny
   versus …     ernied against another server, interleaved; --help tells the options
+  install      binaries, units, man pages, completions: --root DIR --prefix /usr
   ab REV       interleave the engine benchmark of this tree and of REV, print the ratio
 ";
 
@@ -38,6 +40,7 @@ fn main() -> Result<()> {
             Ok(())
         }
         "versus" => versus::run(&sh, &rest),
+        "install" => install::run(&sh, &project_root(), &rest),
         "ab" => check::ab(&sh, rest.first().map(String::as_str)),
         _ => {
             eprint!("{USAGE}");

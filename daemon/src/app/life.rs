@@ -25,6 +25,8 @@ pub(super) struct Daemon {
     pub(super) fleet: FleetHandle,
     pub(super) http: Arc<crate::http::Api>,
     pub(super) front: Front,
+    /// systemd keeps the socket and hands it to our successor.
+    pub(super) socket_outlives_us: bool,
     pub(super) control: Arc<Control>,
     pub(super) url: String,
     /// Held to the end: nobody else may write our state.
@@ -151,6 +153,9 @@ impl Daemon {
         notify::stopping("draining");
         let calm = async {
             http.withdraw_readiness();
+            if self.socket_outlives_us {
+                self.front.stop_accepting();
+            }
             if !server.lame_duck.is_zero() {
                 tracing::info!(seconds = server.lame_duck.as_secs_f64(), "not ready any more; still taking requests");
                 tokio::time::sleep(server.lame_duck).await;

@@ -71,6 +71,12 @@ impl Front {
         Ok(Self { stop_accepting, served })
     }
 
+    /// Takes no more connections: they wait in the queue of the socket, for whoever inherits it next. Those under way end
+    /// their exchange.
+    pub(super) fn stop_accepting(&self) {
+        self.stop_accepting.cancel();
+    }
+
     /// Takes no more connections and waits for those under way, up to `patience`.
     pub(super) async fn stop(&self, patience: Duration) {
         self.stop_accepting.cancel();

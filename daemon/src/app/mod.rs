@@ -117,6 +117,7 @@ async fn start(
     let signals = crate::system::signals::Signals::new()
         .map_err(|source| StartError::System { what: "signals can not be received", source })?;
     // Addresses first: a port that is taken shows at once, not after a long load.
+    let socket_outlives_us = inherited.http.is_some();
     let api = match inherited.http {
         Some(listener) => listener,
         None => sockets::tcp(config.server.host, config.server.port)?,
@@ -167,7 +168,7 @@ async fn start(
     });
     crate::admin::serve(admin_socket, &control)
         .map_err(|source| StartError::System { what: "the admin socket can not be served", source })?;
-    Ok(life::Daemon { signals, milestones, fleet, http, front, control, url: url(address), _state_lock: state_lock })
+    Ok(life::Daemon { signals, milestones, fleet, http, front, socket_outlives_us, control, url: url(address), _state_lock: state_lock })
 }
 
 async fn load_text(dir: PathBuf) -> Result<Arc<TextModel>, StartError> {
