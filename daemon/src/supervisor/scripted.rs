@@ -205,7 +205,14 @@ pub(crate) fn token_at(prompt: &[u32], seed: u64, choice: usize, position: usize
     (hash % 50_000) as u32
 }
 
+/// Mixed into the seed of every request, so that two models give different answers. The tests' first model has none.
+pub(crate) fn salt_of(model_dir: &std::path::Path) -> u64 {
+    let name = model_dir.to_string_lossy();
+    if name == "model" { 0 } else { name.bytes().fold(7, |salt, byte| salt * 31 + u64::from(byte)) }
+}
+
 struct Life {
+    salt: u64,
     _reading: AbortOnDropHandle<()>,
     all: ScriptedWorkers,
     id: WorkerId,
@@ -226,6 +233,7 @@ impl Life {
         // Ends with this life: a process that is gone holds no end of its socket.
         let _reading = AbortOnDropHandle::new(tokio::spawn(read(from, sender)));
         Self {
+            salt: 0,
             _reading,
             all,
             id,
@@ -257,6 +265,7 @@ impl Life {
                 ToWorker::Hello(_) => {}
                 ToWorker::Load(load) => {
                     self.script = (self.all.play)(self.number, &load);
+                    self.salt = salt_of(&load.model_dir);
                     if !self.load(&load).await {
                         return;
                     }
@@ -363,7 +372,7 @@ impl Life {
             }
             for (index, choice) in submit.choices.iter_mut().enumerate().filter(|(_, choice)| !choice.finished) {
                 let position = choice.generated.len();
-                let token = token_at(&submit.prompt, submit.sampling.seed, index, position);
+                let token = token_at(&submit.prompt, submit.sampling.seed ^ self.salt, index, position);
                 choice.generated.push(token);
                 choice.finished = not_finite || choice.generated.len() == submit.sampling.max_tokens as usize;
                 self.stats.generated_tokens += 1;

@@ -1,6 +1,6 @@
 //! The supervisor against scripted workers, under paused time: nothing here waits for a clock.
 
-use super::scripted::{Act, Fault, Script, ScriptedWorkers, token_at};
+use super::scripted::{Act, Fault, Script, ScriptedWorkers, salt_of, token_at};
 use super::*;
 use crate::text::TextModel;
 use ernie_proto::worker::{FinishReason, Hello, Load, SamplingParams, StepReport};
@@ -62,8 +62,14 @@ impl Fleet {
     }
 
     pub(super) fn with(settings: SupervisorSettings, workers: ScriptedWorkers, spec: DeploymentSpec) -> Self {
+        Self::with_models(settings, workers, spec, ModelSource::default())
+    }
+
+    pub(super) fn with_models(
+        settings: SupervisorSettings, workers: ScriptedWorkers, spec: DeploymentSpec, source: ModelSource,
+    ) -> Self {
         let recorder = Arc::new(Recorder::default());
-        let handle = start(settings, Arc::new(workers.clone()), vec![recorder.clone()], spec);
+        let handle = start_with(settings, Arc::new(workers.clone()), vec![recorder.clone()], spec, source);
         Self { handle, workers, recorder }
     }
 
@@ -123,7 +129,13 @@ impl Ask {
     }
 
     pub(super) fn expected(&self) -> Vec<Vec<u32>> {
-        let choice = |c| (0..self.max_tokens as usize).map(|p| token_at(&self.prompt, 3, c, p)).collect();
+        self.expected_of("model")
+    }
+
+    /// From this model.
+    pub(super) fn expected_of(&self, model: &str) -> Vec<Vec<u32>> {
+        let seed = 3 ^ salt_of(Path::new(model));
+        let choice = |c| (0..self.max_tokens as usize).map(|p| token_at(&self.prompt, seed, c, p)).collect();
         (0..usize::from(self.choices)).map(choice).collect()
     }
 }
