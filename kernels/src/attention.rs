@@ -221,6 +221,21 @@ pub fn attention_with(
     scratch: &mut AttentionScratch,
     out: &mut [f32],
 ) {
+    attention_on(AttentionKernels::get(isa, kv.kind()), pool, kv, layer, spans, block_tables, scratch, out);
+}
+
+/// [`attention`] with kernels of choice.
+#[allow(clippy::too_many_arguments)]
+fn attention_on(
+    kernels: &'static AttentionKernels,
+    pool: &Pool,
+    kv: &KvCache,
+    layer: usize,
+    spans: &[Span],
+    block_tables: &[u32],
+    scratch: &mut AttentionScratch,
+    out: &mut [f32],
+) {
     let (heads, kv_heads, head_dim) = (scratch.heads, kv.kv_heads(), kv.head_dim());
     scratch.expect_shape(scratch.tokens, heads, kv_heads, head_dim);
     assert_eq!(out.len(), scratch.tokens * heads * head_dim, "out must be [tokens][heads * head_dim]");
@@ -242,7 +257,7 @@ pub fn attention_with(
     let work = SharedMut::new(&mut scratch.work);
     let partials = SharedMut::new(&mut scratch.partials);
     let driver = Driver {
-        kernels: AttentionKernels::get(isa, kv.kind()),
+        kernels,
         kv,
         layer,
         block_tables,

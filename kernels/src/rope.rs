@@ -4,7 +4,7 @@
 //! scratch in the form the attention kernels read. The arithmetic of a row depends on its position alone.
 
 use crate::attention::AttentionScratch;
-use crate::attention::kernels::{AttentionKernels, Operand};
+use crate::attention::kernels::AttentionKernels;
 use crate::isa::Isa;
 use crate::kv::{BLOCK_TOKENS, KvCache, KvKind, LaneMut};
 use crate::reference::attention::bf16_bits;
@@ -93,6 +93,24 @@ pub fn rope_append_with(
     scratch: &mut AttentionScratch,
     heads: usize,
 ) {
+    let kernels = AttentionKernels::get(isa, kv.kind());
+    rope_append_on(kernels, pool, kv, layer, qkv, positions, slots, rope, scratch, heads);
+}
+
+/// [`rope_append`] with kernels of choice.
+#[allow(clippy::too_many_arguments)]
+pub(crate) fn rope_append_on(
+    kernels: &'static AttentionKernels,
+    pool: &Pool,
+    kv: &mut KvCache,
+    layer: usize,
+    qkv: &[f32],
+    positions: &[u32],
+    slots: &[u32],
+    rope: &RopeTable,
+    scratch: &mut AttentionScratch,
+    heads: usize,
+) {
     let tokens = positions.len();
     let (kv_heads, head_dim) = (kv.kv_heads(), kv.head_dim());
     let width = (heads + 2 * kv_heads) * head_dim;
@@ -105,7 +123,6 @@ pub fn rope_append_with(
     scratch.expect_shape(tokens, heads, kv_heads, head_dim);
     scratch.tokens = tokens;
 
-    let kernels = AttentionKernels::get(isa, kv.kind());
     let job = AppendJob {
         kernels,
         kind: kv.kind(),
@@ -199,7 +216,7 @@ impl AppendJob {
                     let k = &row[(self.heads + head) * head_dim..][..head_dim];
                     let out = &mut rotated[i * head_dim..][..head_dim];
                     // SAFETY: all three are head_dim long; the level is one this CPU has.
-                    unsafe { (self.kernels.rotate)(k, rope.at(positions[token]), 1.0, out) };
+                    unsafe { (self.kernels.rotate)(k, rope.at(positions[token]), out) };
                 }
                 let v = &qkv[run.start * width + (self.heads + self.kv_heads + head) * head_dim..];
                 let offsets = slots[run.start] as usize % BLOCK_TOKENS;
@@ -223,19 +240,11 @@ impl AppendJob {
             for head in 0..self.heads {
                 let at = ((head / group * self.tokens + token) * group + head % group) * head_dim;
                 let q = &row[head * head_dim..][..head_dim];
-                let out = &mut rotated[..head_dim];
-                // SAFETY: all three are head_dim long; the level is one this CPU has.
-                unsafe { (self.kernels.rotate)(q, rope.at(positions[token]), scale, out) };
-                match self.kernels.operand {
-                    // SAFETY: `q` holds tokens * heads * head_dim values of 4 bytes; every (token, head) is written once.
-                    Operand::F32 => unsafe {
-                        std::slice::from_raw_parts_mut(self.q.get().add(at), head_dim).copy_from_slice(out);
-                    },
-                    // SAFETY: as above, two bytes a value.
-                    Operand::Bf16 => unsafe {
-                        let to = std::slice::from_raw_parts_mut(self.q.get().cast::<u16>().add(at), head_dim);
-                        to.iter_mut().zip(out).for_each(|(to, x)| *to = bf16_bits(*x) as u16);
-                    },
+                // SAFETY: `q` holds tokens * heads * head_dim operands; every (token, head) is written once; the level is one
+                // this CPU has.
+                unsafe {
+                    let out = self.q.get().cast::<u8>().add(at * self.kernels.operand.bytes());
+                    (self.kernels.rotate_q)(q, rope.at(positions[token]), scale, out);
                 }
             }
         }

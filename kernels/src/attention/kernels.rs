@@ -64,8 +64,10 @@ pub(crate) struct AttentionKernels {
     pub(crate) softmax: unsafe fn(rows: usize, blocks: usize, s: *const f32, p: *mut u8, state: &SoftmaxRows),
     /// `o[row][d] = o[row][d] * correction[row] + sum_key p[row][key] * v[key][d]`; rows of o are `head_dim` long.
     pub(crate) values: unsafe fn(rows: usize, p: *const u8, blocks: &Blocks, correction: *const f32, o: *mut f32),
-    /// `out = scale * rotate(x, cos_sin)`, all `head_dim` long.
-    pub(crate) rotate: unsafe fn(x: &[f32], cos_sin: &[f32], scale: f32, out: &mut [f32]),
+    /// `out = rotate(x, cos_sin)`, all `head_dim` long.
+    pub(crate) rotate: unsafe fn(x: &[f32], cos_sin: &[f32], out: &mut [f32]),
+    /// `out = scale * rotate(x, cos_sin)` as `head_dim` operands.
+    pub(crate) rotate_q: unsafe fn(x: &[f32], cos_sin: &[f32], scale: f32, out: *mut u8),
     /// Writes a whole block: 16 rows of K, contiguous, and 16 rows of V, `v_stride` apart.
     pub(crate) append_block:
         unsafe fn(head_dim: usize, k: &[f32], v: &[f32], v_stride: usize, to_k: *mut u8, to_v: *mut u8),

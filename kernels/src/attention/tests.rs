@@ -2,6 +2,7 @@
 
 use super::*;
 use crate::kv::KvKind;
+use crate::rope::rope_append_on;
 use proptest::prelude::*;
 use rand::{RngExt, SeedableRng, seq::SliceRandom};
 use rand_chacha::ChaCha8Rng;
@@ -27,6 +28,23 @@ impl Shape {
 const LAYERS: usize = 2;
 const LAYER: usize = 1;
 
+/// Kernels under test and what to call them.
+struct Level {
+    name: String,
+    kernels: &'static AttentionKernels,
+}
+
+impl std::fmt::Display for Level {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(&self.name)
+    }
+}
+
+/// What this CPU has.
+fn levels(kind: KvKind) -> Vec<Level> {
+    Isa::all_available().map(|isa| Level { name: isa.to_string(), kernels: AttentionKernels::get(isa, kind) }).collect()
+}
+
 /// Sequences' q|k|v rows by token, made up once.
 fn rows(shape: Shape, tokens: usize, rng: &mut ChaCha8Rng) -> Vec<f32> {
     (0..tokens * shape.width()).map(|_| rng.random_range(-1.5f32..1.5)).collect()
@@ -34,7 +52,7 @@ fn rows(shape: Shape, tokens: usize, rng: &mut ChaCha8Rng) -> Vec<f32> {
 
 /// Runs sequences through the cache in given portions and collects each token's output.
 struct Bench {
-    isa: Isa,
+    kernels: &'static AttentionKernels,
     shape: Shape,
     pool: Pool,
     rope: RopeTable,
@@ -47,7 +65,14 @@ struct Bench {
 
 impl Bench {
     /// Blocks are handed out in random order, and hold rubbish from earlier owners.
-    fn new(isa: Isa, kind: KvKind, shape: Shape, lengths: &[usize], threads: usize, rng: &mut ChaCha8Rng) -> Bench {
+    fn new(
+        level: &Level,
+        kind: KvKind,
+        shape: Shape,
+        lengths: &[usize],
+        threads: usize,
+        rng: &mut ChaCha8Rng,
+    ) -> Bench {
         let needed: usize = lengths.iter().map(|l| l.div_ceil(BLOCK_TOKENS)).sum();
         let mut kv = KvCache::new(kind, LAYERS, shape.kv_heads, shape.head_dim, needed + 3);
         let rubbish = vec![0xff; KvCache::bytes_per_block(kind, LAYERS, shape.kv_heads, shape.head_dim)];
@@ -58,7 +83,7 @@ impl Bench {
         let longest = lengths.iter().copied().max().unwrap_or(0);
         let total = lengths.iter().sum();
         Bench {
-            isa,
+            kernels: level.kernels,
             shape,
             pool: Pool::new(threads, false),
             rope: RopeTable::new(shape.head_dim, 500_000.0, longest),
@@ -94,8 +119,8 @@ impl Bench {
             self.done[sequence] += count;
         }
         let mut out = vec![f32::NAN; positions.len() * self.shape.out_width()];
-        rope_append_with(
-            self.isa,
+        rope_append_on(
+            self.kernels,
             &self.pool,
             &mut self.kv,
             LAYER,
@@ -106,7 +131,7 @@ impl Bench {
             &mut self.scratch,
             self.shape.heads,
         );
-        attention_with(self.isa, &self.pool, &self.kv, LAYER, &spans, &tables, &mut self.scratch, &mut out);
+        attention_on(self.kernels, &self.pool, &self.kv, LAYER, &spans, &tables, &mut self.scratch, &mut out);
         for (span, &(sequence, count)) in spans.iter().zip(portions) {
             let width = self.shape.out_width();
             self.outputs[sequence].extend_from_slice(&out[span.token_start as usize * width..][..count * width]);
@@ -185,9 +210,9 @@ fn every_level_agrees_with_a_plain_softmax() {
             let mut rng = ChaCha8Rng::seed_from_u64(tokens as u64);
             let sequences = [rows(shape, tokens, &mut rng)];
             let want = oracle(shape, &sequences[0]);
-            for isa in Isa::all_available() {
-                for kind in KINDS {
-                    let bench = Bench::new(isa, kind, shape, &[tokens], 1, &mut rng);
+            for kind in KINDS {
+                for isa in levels(kind) {
+                    let bench = Bench::new(&isa, kind, shape, &[tokens], 1, &mut rng);
                     let got = bench.whole(&sequences);
                     let error = relative_error(&got[0], &want);
                     let bound = if kind == KvKind::F32 { 2e-6 } else { 6e-3 };
@@ -204,13 +229,13 @@ fn a_long_context_is_the_same_split_over_threads_or_not() {
     let tokens = 2 * SEGMENT + 77;
     let mut rng = ChaCha8Rng::seed_from_u64(7);
     let sequences = [rows(shape, tokens, &mut rng)];
-    for isa in Isa::all_available() {
-        for kind in KINDS {
-            let mut alone = Bench::new(isa, kind, shape, &[tokens], 1, &mut rng);
+    for kind in KINDS {
+        for isa in levels(kind) {
+            let mut alone = Bench::new(&isa, kind, shape, &[tokens], 1, &mut rng);
             alone.step(&sequences, &[(0, tokens - 40)]);
             alone.step(&sequences, &[(0, 40)]);
             for threads in [2, 3] {
-                let mut split = Bench::new(isa, kind, shape, &[tokens], threads, &mut rng);
+                let mut split = Bench::new(&isa, kind, shape, &[tokens], threads, &mut rng);
                 split.step(&sequences, &[(0, tokens - 40)]);
                 for _ in 0..39 {
                     split.step(&sequences, &[(0, 1)]);
@@ -232,9 +257,9 @@ fn keys_of_an_earlier_owner_do_not_reach_the_result() {
     let shape = Shape { heads: 2, kv_heads: 1, head_dim: 64 };
     let mut rng = ChaCha8Rng::seed_from_u64(3);
     let sequences = [rows(shape, 20, &mut rng)];
-    for isa in Isa::all_available() {
-        for kind in KINDS {
-            let mut bench = Bench::new(isa, kind, shape, &[20], 1, &mut rng);
+    for kind in KINDS {
+        for isa in levels(kind) {
+            let mut bench = Bench::new(&isa, kind, shape, &[20], 1, &mut rng);
             for _ in 0..20 {
                 bench.step(&sequences, &[(0, 1)]);
             }
@@ -253,10 +278,10 @@ fn rows_of_zeros_give_the_mean_of_v_and_broken_rows_stay_their_own() {
     clean[7 * shape.width()..][..shape.out_width()].fill(0.0);
     let mut broken = clean.clone();
     broken[9 * shape.width()..][..shape.out_width()].fill(f32::NAN);
-    for isa in Isa::all_available() {
-        for kind in KINDS {
-            let good = Bench::new(isa, kind, shape, &[tokens], 1, &mut rng).whole(std::slice::from_ref(&clean));
-            let bad = Bench::new(isa, kind, shape, &[tokens], 1, &mut rng).whole(std::slice::from_ref(&broken));
+    for kind in KINDS {
+        for isa in levels(kind) {
+            let good = Bench::new(&isa, kind, shape, &[tokens], 1, &mut rng).whole(std::slice::from_ref(&clean));
+            let bad = Bench::new(&isa, kind, shape, &[tokens], 1, &mut rng).whole(std::slice::from_ref(&broken));
             assert!(relative_error(&good[0], &oracle(shape, &clean)) < 6e-3, "{isa} {kind:?}");
             for (token, (g, b)) in good[0].chunks(shape.out_width()).zip(bad[0].chunks(shape.out_width())).enumerate() {
                 if token == 9 {
@@ -274,9 +299,7 @@ fn q_and_k_are_rotated_in_neighbouring_pairs() {
     let rope = RopeTable::new(4, 500_000.0, 10);
     let mut out = [0f32; 4];
     // SAFETY: all three are 4 long.
-    unsafe {
-        (AttentionKernels::get(Isa::Scalar, KvKind::F32).rotate)(&[1.0, 0.0, 0.0, 2.0], rope.at(3), 1.0, &mut out)
-    };
+    unsafe { (AttentionKernels::get(Isa::Scalar, KvKind::F32).rotate)(&[1.0, 0.0, 0.0, 2.0], rope.at(3), &mut out) };
     let slow = 3.0 * 500_000f64.powf(-0.5);
     let want = [3f64.cos(), 3f64.sin(), -2.0 * slow.sin(), 2.0 * slow.cos()];
     for (got, want) in out.iter().zip(want) {
@@ -301,10 +324,10 @@ proptest! {
         let shape = Shape { heads: shape.0, kv_heads: shape.1, head_dim: shape.2 };
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let sequences: Vec<Vec<f32>> = lengths.iter().map(|&l| rows(shape, l, &mut rng)).collect();
-        for isa in Isa::all_available() {
-            for kind in KINDS {
-                let alone = Bench::new(isa, kind, shape, &lengths, 1, &mut rng).whole(&sequences);
-                let mut mixed = Bench::new(isa, kind, shape, &lengths, threads, &mut rng);
+for kind in KINDS {
+for isa in levels(kind) {
+                let alone = Bench::new(&isa, kind, shape, &lengths, 1, &mut rng).whole(&sequences);
+                let mut mixed = Bench::new(&isa, kind, shape, &lengths, threads, &mut rng);
                 while mixed.done != lengths {
                     let mut portions: Vec<(usize, usize)> = (0..lengths.len())
                         .filter_map(|i| {

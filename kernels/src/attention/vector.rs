@@ -388,40 +388,63 @@ pub(crate) unsafe fn softmax<S: Lanes, const BF16: bool>(
 /// # Safety
 /// As there, inside a function with the level's features.
 #[inline(always)]
-pub(crate) unsafe fn rotate<S: Lanes>(x: &[f32], cos_sin: &[f32], scale: f32, out: &mut [f32]) {
+pub(crate) unsafe fn rotate<S: Lanes>(x: &[f32], cos_sin: &[f32], out: &mut [f32]) {
     let mut at = 0;
     // SAFETY: all three have the same length, a multiple of 16.
     unsafe {
         while at < x.len() {
             let turned = S::rotate(S::load(x.as_ptr().add(at)), S::load(cos_sin.as_ptr().add(at)));
-            S::store(out.as_mut_ptr().add(at), S::mul(turned, S::splat(scale)));
+            S::store(out.as_mut_ptr().add(at), turned);
             at += S::LANES;
         }
     }
 }
 
-/// The static tables of one level and KV kind, and their functions: `$product` over `$simd`, compiled with `$features`.
+/// [`AttentionKernels::rotate_q`](super::kernels::AttentionKernels::rotate_q).
+///
+/// # Safety
+/// As there, inside a function with the level's features.
+#[inline(always)]
+pub(crate) unsafe fn rotate_q<S: Lanes, const BF16: bool>(x: &[f32], cos_sin: &[f32], scale: f32, out: *mut u8) {
+    let mut at = 0;
+    // SAFETY: all three have the same length, a multiple of 16.
+    unsafe {
+        let scale = S::splat(scale);
+        while at < x.len() {
+            let turned = S::rotate(S::load(x.as_ptr().add(at)), S::load(cos_sin.as_ptr().add(at)));
+            let turned = S::mul(turned, scale);
+            if BF16 {
+                S::store_bf16(out.cast::<u16>().add(at), turned);
+            } else {
+                S::store(out.cast::<f32>().add(at), turned);
+            }
+            at += S::LANES;
+        }
+    }
+}
+
+/// The static tables of one level and KV kind, and their functions: `$product` over `$simd`, compiled with the attribute.
 macro_rules! attention_level {
     (
-        $table:ident, $level:ident, $features:literal, $simd:ty, $product:ty, $operand:ident, $pack:ident,
+        $table:ident, $level:ident, $(#[$features:meta])?, $simd:ty, $product:ty, $operand:ident, $pack:ident,
         tiles: [$($rows:literal => [$($lines:literal),*]),*]
     ) => {
         struct $level;
 
         impl $level {
-            #[target_feature(enable = $features)]
+            $(#[$features])?
             unsafe fn scores_tile<const MR: usize, const NV: usize>(t: &$crate::attention::vector::ScoresTile) {
                 // SAFETY: handed on; the features are here.
                 unsafe { $crate::attention::vector::scores_tile::<$simd, $product, MR, NV>(t) }
             }
 
-            #[target_feature(enable = $features)]
+            $(#[$features])?
             unsafe fn values_tile<const MR: usize, const NV: usize>(t: &$crate::attention::vector::ValuesTile) {
                 // SAFETY: handed on; the features are here.
                 unsafe { $crate::attention::vector::values_tile::<$simd, $product, MR, NV>(t) }
             }
 
-            #[target_feature(enable = $features)]
+            $(#[$features])?
             unsafe fn softmax(
                 rows: usize,
                 blocks: usize,
@@ -434,13 +457,20 @@ macro_rules! attention_level {
                 unsafe { $crate::attention::vector::softmax::<$simd, BF16>(rows, blocks, s, p, state) }
             }
 
-            #[target_feature(enable = $features)]
-            unsafe fn rotate(x: &[f32], cos_sin: &[f32], scale: f32, out: &mut [f32]) {
+            $(#[$features])?
+            unsafe fn rotate(x: &[f32], cos_sin: &[f32], out: &mut [f32]) {
                 // SAFETY: handed on; the features are here.
-                unsafe { $crate::attention::vector::rotate::<$simd>(x, cos_sin, scale, out) }
+                unsafe { $crate::attention::vector::rotate::<$simd>(x, cos_sin, out) }
             }
 
-            #[target_feature(enable = $features)]
+            $(#[$features])?
+            unsafe fn rotate_q(x: &[f32], cos_sin: &[f32], scale: f32, out: *mut u8) {
+                const BF16: bool = matches!(Operand::$operand, Operand::Bf16);
+                // SAFETY: handed on; the features are here.
+                unsafe { $crate::attention::vector::rotate_q::<$simd, BF16>(x, cos_sin, scale, out) }
+            }
+
+            $(#[$features])?
             unsafe fn append_block(
                 head_dim: usize,
                 k: &[f32],
@@ -479,6 +509,7 @@ macro_rules! attention_level {
             softmax: $level::softmax,
             values: $crate::attention::vector::values::<$level>,
             rotate: $level::rotate,
+            rotate_q: $level::rotate_q,
             append_block: $level::append_block,
         };
     };

@@ -9,6 +9,7 @@ pub(crate) static F32: AttentionKernels = AttentionKernels {
     softmax,
     values: values::<false>,
     rotate,
+    rotate_q,
     append_block: append_block_f32,
 };
 
@@ -18,6 +19,7 @@ pub(crate) static BF16: AttentionKernels = AttentionKernels {
     softmax,
     values: values::<true>,
     rotate,
+    rotate_q,
     append_block: append_block_bf16,
 };
 
@@ -98,10 +100,19 @@ unsafe fn values<const BF16: bool>(rows: usize, p: *const u8, blocks: &Blocks, c
     }
 }
 
-pub(crate) unsafe fn rotate(x: &[f32], cos_sin: &[f32], scale: f32, out: &mut [f32]) {
+unsafe fn rotate(x: &[f32], cos_sin: &[f32], out: &mut [f32]) {
     for ((x, cs), out) in x.chunks_exact(2).zip(cos_sin.chunks_exact(2)).zip(out.chunks_exact_mut(2)) {
-        out[0] = (x[0] * cs[0] - x[1] * cs[1]) * scale;
-        out[1] = (x[1] * cs[0] + x[0] * cs[1]) * scale;
+        out[0] = x[0] * cs[0] - x[1] * cs[1];
+        out[1] = x[1] * cs[0] + x[0] * cs[1];
+    }
+}
+
+unsafe fn rotate_q(x: &[f32], cos_sin: &[f32], scale: f32, out: *mut u8) {
+    // SAFETY: out has room for as many f32 as x.
+    unsafe {
+        let out = std::slice::from_raw_parts_mut(out.cast::<f32>(), x.len());
+        rotate(x, cos_sin, out);
+        out.iter_mut().for_each(|x| *x *= scale);
     }
 }
 
