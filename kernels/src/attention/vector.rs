@@ -148,7 +148,18 @@ pub(crate) struct ScoresTile {
     /// K blocks of the tile's lines, and what to fetch meanwhile.
     keys: *const *const u8,
     ahead: *const *const u8,
+    fetch: Fetch,
     s: *mut f32,
+}
+
+/// What a tile fetches for later. The tiles over one line's rows share it evenly, so that memory is busy all the time and
+/// never so busy that the tile's own loads wait: fetching everything at the first tile's pace, memory and arithmetic took turns.
+#[derive(Debug, Clone, Copy)]
+struct Fetch {
+    /// Byte where this tile's share begins.
+    from: usize,
+    /// Bytes from step to step; below 64 a line is asked for several times, which costs nothing.
+    step: usize,
 }
 
 /// Arguments of a values tile.
@@ -160,7 +171,7 @@ pub(crate) struct ValuesTile {
     at: usize,
     /// Steps of a block. It is a constant, but the loop should stay one.
     steps: usize,
-    fetch: bool,
+    fetch: Fetch,
     correction: *const f32,
     o: *mut f32,
 }
@@ -168,27 +179,36 @@ pub(crate) struct ValuesTile {
 /// A tile of a fixed number of rows and lines.
 pub(crate) type TileFn<T> = unsafe fn(&T);
 
+/// Rows of one register tile: the first of them, and its place among the tiles over the same lines.
+#[derive(Debug, Clone, Copy)]
+struct Share {
+    from: usize,
+    tile: usize,
+    tiles: usize,
+}
+
 /// A level's register tiles: for 1, 2, ... rows the numbers of lines that a tile takes at once, most first, down to one.
 #[derive(Debug)]
 pub(crate) struct Tiles<T: 'static>(pub(crate) &'static [&'static [(usize, TileFn<T>)]]);
 
 impl<T> Tiles<T> {
-    /// Calls `f(line, rows, kernel)` for tiles that cover `rows` rows and `lines` lines, lines outermost: a line that was
+    /// Calls `f(line, share, kernel)` for tiles that cover `rows` rows and `lines` lines, lines outermost: a line that was
     /// brought for the first rows is still near for the others. Rows are shared evenly: 8 are two of 4, not 5 and 3.
     #[inline(always)]
-    fn walk(&self, rows: usize, lines: usize, mut f: impl FnMut(usize, std::ops::Range<usize>, TileFn<T>)) {
+    fn walk(&self, rows: usize, lines: usize, mut f: impl FnMut(usize, Share, TileFn<T>)) {
         let tiles = rows.div_ceil(self.0.len());
         let widths = self.0[rows.div_ceil(tiles) - 1];
         let mut line = 0;
         while line < lines {
             let width = widths.iter().map(|option| option.0).find(|width| line + width <= lines).unwrap_or(1);
             for tile in 0..tiles {
-                let share = tile * rows / tiles..(tile + 1) * rows / tiles;
-                let options = self.0[share.len() - 1];
+                let (from, to) = (tile * rows / tiles, (tile + 1) * rows / tiles);
+                let options = self.0[to - from - 1];
+                let share = Share { from, tile, tiles };
                 match options.iter().find(|option| option.0 == width) {
                     Some(option) => f(line, share, option.1),
                     // A share one row smaller whose tiles are cut otherwise.
-                    None => (line..line + width).for_each(|line| f(line, share.clone(), options[options.len() - 1].1)),
+                    None => (line..line + width).for_each(|line| f(line, share, options[options.len() - 1].1)),
                 }
             }
             line += width;
@@ -212,16 +232,17 @@ pub(crate) trait Level {
 /// As there.
 pub(crate) unsafe fn scores<L: Level>(rows: usize, q: *const u8, blocks: &Blocks, s: *mut f32) {
     let head_dim = blocks.head_dim;
-    L::SCORES.walk(rows, blocks.count, |block, rows, kernel| {
+    let steps = head_dim / L::DEPTH;
+    L::SCORES.walk(rows, blocks.count, |block, share, kernel| {
         // SAFETY: the rows lie in q and s, the tile's blocks below `count`.
         unsafe {
             let keys = blocks.at.as_ptr().add(block);
-            // The first rows' pace is the pace at which the next data is fetched; later rows "fetch" what they read.
-            let ahead =
-                if rows.start == 0 && !blocks.ahead[block].is_null() { blocks.ahead.as_ptr().add(block) } else { keys };
-            let q = q.add(rows.start * head_dim * L::OPERAND);
-            let s = s.add(rows.start * CHUNK + block * BLOCK_TOKENS);
-            kernel(&ScoresTile { q, head_dim, keys, ahead, s });
+            // Where nothing is to be fetched, a tile "fetches" what it reads.
+            let ahead = if blocks.ahead[block].is_null() { keys } else { blocks.ahead.as_ptr().add(block) };
+            let fetch = Fetch { from: share.tile * steps * LINE / share.tiles, step: LINE / share.tiles };
+            let q = q.add(share.from * head_dim * L::OPERAND);
+            let s = s.add(share.from * CHUNK + block * BLOCK_TOKENS);
+            kernel(&ScoresTile { q, head_dim, keys, ahead, fetch, s });
         }
     });
 }
@@ -232,14 +253,17 @@ pub(crate) unsafe fn scores<L: Level>(rows: usize, q: *const u8, blocks: &Blocks
 /// As there.
 pub(crate) unsafe fn values<L: Level>(rows: usize, p: *const u8, blocks: &Blocks, correction: *const f32, o: *mut f32) {
     let head_dim = blocks.head_dim;
-    L::VALUES.walk(rows, head_dim / 16, |line, rows, kernel| {
+    let steps = BLOCK_TOKENS / L::DEPTH;
+    L::VALUES.walk(rows, head_dim / 16, |line, share, kernel| {
         // SAFETY: the rows lie in p, o and the corrections, the columns below head_dim.
         unsafe {
-            let p = p.add(rows.start * CHUNK * L::OPERAND);
-            let o = o.add(rows.start * head_dim + 16 * line);
-            let correction = correction.add(rows.start);
-            let (at, steps) = (line * LINE, BLOCK_TOKENS / L::DEPTH);
-            kernel(&ValuesTile { p, blocks, at, steps, fetch: rows.start == 0, correction, o });
+            let p = p.add(share.from * CHUNK * L::OPERAND);
+            let o = o.add(share.from * head_dim + 16 * line);
+            let correction = correction.add(share.from);
+            // Lines are walked by columns, what comes next is fetched in the order of its bytes.
+            let place = line * share.tiles + share.tile;
+            let fetch = Fetch { from: place * steps * LINE / share.tiles, step: LINE / share.tiles };
+            kernel(&ValuesTile { p, blocks, at: line * LINE, steps, fetch, correction, o });
         }
     });
 }
@@ -265,7 +289,7 @@ pub(crate) unsafe fn scores_tile<S: Lanes, P: Product<S>, const MR: usize, const
                 b[v] = lines[v].add(step * LINE);
             }
             for line in 0..NV / per_line {
-                S::prefetch((*t.ahead.add(line)).wrapping_add(step * LINE));
+                S::prefetch((*t.ahead.add(line)).wrapping_add(t.fetch.from + step * t.fetch.step));
             }
             P::add::<MR, NV>(&mut tile, t.q.add(step * P::OPERAND), stride, b);
         }
@@ -301,7 +325,7 @@ pub(crate) unsafe fn values_tile<S: Lanes, P: Product<S>, const MR: usize, const
         for block in 0..blocks.count {
             let from = blocks.at[block].add(t.at);
             let ahead = blocks.ahead[block];
-            let ahead = if t.fetch && !ahead.is_null() { ahead.wrapping_add(t.at) } else { from };
+            let ahead = if ahead.is_null() { blocks.at[block] } else { ahead }.wrapping_add(t.fetch.from);
             for step in 0..t.steps {
                 let at = step * head_dim * 4;
                 let mut b = [from; NV];
@@ -309,7 +333,7 @@ pub(crate) unsafe fn values_tile<S: Lanes, P: Product<S>, const MR: usize, const
                     b[v] = from.add(at + v * S::LANES * 4);
                 }
                 for line in 0..NV / per_line {
-                    S::prefetch(ahead.wrapping_add(at + line * LINE));
+                    S::prefetch(ahead.wrapping_add(step * t.fetch.step + line * t.steps * LINE));
                 }
                 P::add::<MR, NV>(&mut tile, p, stride, b);
                 p = p.add(P::OPERAND);
