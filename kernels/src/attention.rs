@@ -270,12 +270,15 @@ fn attention_on(
         head_dim,
     };
     let driver = &driver;
-    let tiles = &scratch.tiles;
+    let (tiles, threads) = (&scratch.tiles, pool.threads());
     let work_of = move |thread: usize| {
         // SAFETY: thread < pool.threads() <= scratch.threads, and the pool never runs a thread's jobs at once.
         unsafe { Work::new(work.get().add(thread * Work::floats(rows_max, head_dim)), rows_max, head_dim) }
     };
-    pool.run(tiles.len(), &|index, thread| driver.run(&tiles[index], &work_of(thread)));
+    pool.run(tiles.len(), &|index, thread| {
+        // With tiles of one length, this is what the thread will most likely get next.
+        driver.run(&tiles[index], tiles.get(index + threads), &work_of(thread));
+    });
     let merges = &scratch.merges;
     pool.run(merges.len(), &|index, thread| driver.merge(&merges[index], &work_of(thread)));
 }
@@ -351,17 +354,17 @@ struct Driver<'a> {
 unsafe impl Sync for Driver<'_> {}
 
 impl Driver<'_> {
-    /// Computes a tile: the whole of it into `out`, or one segment into the partial results.
-    fn run(&self, tile: &Tile, work: &Work) {
+    /// Computes a tile: the whole of it into `out`, or one segment into the partial results. `then` is fetched at the end.
+    fn run(&self, tile: &Tile, then: Option<&Tile>, work: &Work) {
         let rows = tile.tokens as usize * self.group;
         if tile.partial != WHOLE {
             let sums = self.partial(tile.partial as usize, rows);
-            self.segment(tile, tile.segments.0 as usize, work, sums);
+            self.segment(tile, tile.segments.0 as usize, then, work, sums);
             return;
         }
-        self.segment(tile, 0, work, work.merged);
+        self.segment(tile, 0, then, work, work.merged);
         for segment in 1..tile.segments.1 as usize {
-            self.segment(tile, segment, work, work.segment);
+            self.segment(tile, segment, then, work, work.segment);
             // SAFETY: both have `rows` rows and belong to this thread.
             unsafe { self.add(rows, work.merged, work.segment) };
         }
@@ -391,7 +394,7 @@ impl Driver<'_> {
     }
 
     /// The softmax and the sums over one segment's keys, from scratch.
-    fn segment(&self, tile: &Tile, segment: usize, work: &Work, sums: Sums) {
+    fn segment(&self, tile: &Tile, segment: usize, then: Option<&Tile>, work: &Work, sums: Sums) {
         let (group, head_dim, rows) = (self.group, self.head_dim, tile.tokens as usize * self.group);
         let lane = self.kv.lane(self.layer, tile.kv_head as usize);
         let table = &self.block_tables[tile.table_start as usize..];
@@ -409,8 +412,13 @@ impl Driver<'_> {
         let end = tile.keys().min((segment + 1) * SEGMENT);
         for start in (segment * SEGMENT..end).step_by(CHUNK) {
             let count = (end - start).min(CHUNK).div_ceil(BLOCK_TOKENS);
-            let next = (tile.keys() - start).saturating_sub(CHUNK).min(CHUNK);
-            let (keys, values) = self.blocks(lane, table, start, count, next);
+            let (keys, mut values) = self.blocks(lane, table, start, count);
+            let next = start + CHUNK;
+            if next < tile.keys().min(tile.segments.1 as usize * SEGMENT) {
+                self.fetch(tile, next, &mut values);
+            } else if let Some(then) = then {
+                self.fetch(then, then.segments.0 as usize * SEGMENT, &mut values);
+            }
             // SAFETY: every array has `rows` rows; `count` blocks of each part are in the cache.
             unsafe {
                 for row in 0..rows {
@@ -426,26 +434,31 @@ impl Driver<'_> {
         }
     }
 
-    /// K and V blocks of the chunk at `start`: while K is multiplied this chunk's V is fetched, and the next chunk's K while V is.
-    fn blocks(&self, lane: Lane, table: &[u32], start: usize, count: usize, next_keys: usize) -> (Blocks, Blocks) {
+    /// K and V blocks of the chunk at `start`; V is fetched while K is multiplied.
+    fn blocks(&self, lane: Lane, table: &[u32], start: usize, count: usize) -> (Blocks, Blocks) {
         let none = [std::ptr::null(); CHUNK_BLOCKS];
         let mut keys = Blocks { count, head_dim: self.head_dim, at: none, ahead: none };
         let mut values = keys;
-        let first = start / BLOCK_TOKENS;
-        let at = |index: usize| table[index] as usize * lane.stride;
         for i in 0..count {
+            let at = table[start / BLOCK_TOKENS + i] as usize * lane.stride;
             // SAFETY: the table's blocks are in the cache (checked by `attention`).
             unsafe {
-                keys.at[i] = lane.k.add(at(first + i));
-                values.at[i] = lane.v.add(at(first + i));
+                keys.at[i] = lane.k.add(at);
+                values.at[i] = lane.v.add(at);
             }
             keys.ahead[i] = values.at[i];
         }
-        for i in 0..next_keys.div_ceil(BLOCK_TOKENS) {
-            // SAFETY: as above.
-            values.ahead[i] = unsafe { lane.k.add(at(first + CHUNK_BLOCKS + i)) };
-        }
         (keys, values)
+    }
+
+    /// Has K of the chunk at `start` fetched while V is multiplied.
+    fn fetch(&self, tile: &Tile, start: usize, values: &mut Blocks) {
+        let lane = self.kv.lane(self.layer, tile.kv_head as usize);
+        let count = (tile.keys() - start).min(CHUNK).div_ceil(BLOCK_TOKENS);
+        let table = &self.block_tables[tile.table_start as usize + start / BLOCK_TOKENS..][..count];
+        for (ahead, &block) in values.ahead.iter_mut().zip(table) {
+            *ahead = lane.k.wrapping_add(block as usize * lane.stride);
+        }
     }
 
     /// `a += b`, two results of consecutive key ranges.
