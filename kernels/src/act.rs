@@ -75,7 +75,10 @@ impl Acts {
 
     /// The same for a level of choice; GEMMs on these rows use that level. Panics when the CPU lacks it.
     pub fn with_isa(isa: Isa, max_rows: usize, max_k: usize) -> Acts {
-        let table = KernelTable::of(isa);
+        Acts::with_table(KernelTable::of(isa), max_rows, max_k)
+    }
+
+    pub(crate) fn with_table(table: &'static KernelTable, max_rows: usize, max_k: usize) -> Acts {
         Acts {
             table,
             max_rows,

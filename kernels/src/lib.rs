@@ -15,6 +15,7 @@ pub mod matrix;
 pub mod memory;
 pub mod moe;
 pub mod ops;
+pub mod prepared;
 pub mod sample;
 pub mod threads;
 
@@ -27,6 +28,7 @@ mod scan;
 mod simd;
 mod table;
 mod tiles;
+mod wide;
 #[cfg(target_arch = "x86_64")]
 mod x86_64;
 
@@ -40,5 +42,7 @@ pub use memory::AlignedBuf;
 pub use moe::{MoeScratch, Routing, moe};
 pub use threads::Pool;
 
+#[cfg(test)]
+mod emulated;
 #[cfg(test)]
 mod tests;

@@ -10,8 +10,10 @@ use std::ops::Range;
 use crate::act::{Acts, for_rows};
 use crate::epilogue::Sink;
 use crate::gemm::{check, panels_per_job, run_panels};
+use crate::isa::Isa;
 use crate::matrix::{Arrange, Matrix};
 use crate::memory::AlignedBuf;
+use crate::table::KernelTable;
 use crate::threads::{Pool, SharedMut};
 
 /// Which experts each row goes to, and with what weight.
@@ -53,22 +55,12 @@ impl fmt::Debug for MoeScratch {
 impl MoeScratch {
     /// Room for `max_rows` rows of `hidden` values going to `top_k` of `experts` experts each.
     pub fn new(max_rows: usize, top_k: usize, hidden: usize, intermediate: usize, experts: usize) -> MoeScratch {
-        let positions = max_rows * top_k;
-        MoeScratch {
-            inputs: Acts::new(positions, hidden),
-            products: Acts::new(positions, intermediate),
-            outputs: AlignedBuf::zeroed(positions * hidden),
-            starts: vec![0; experts + 1],
-            rows: vec![0; positions],
-            positions: vec![0; positions],
-            active: Vec::with_capacity(experts),
-            top_k,
-        }
+        let table = KernelTable::of(Isa::selected());
+        MoeScratch::with_table(table, max_rows, top_k, hidden, intermediate, experts)
     }
 
-    /// The same for a level of choice.
-    pub fn with_isa(
-        isa: crate::isa::Isa,
+    pub(crate) fn with_table(
+        table: &'static KernelTable,
         max_rows: usize,
         top_k: usize,
         hidden: usize,
@@ -77,9 +69,14 @@ impl MoeScratch {
     ) -> MoeScratch {
         let positions = max_rows * top_k;
         MoeScratch {
-            inputs: Acts::with_isa(isa, positions, hidden),
-            products: Acts::with_isa(isa, positions, intermediate),
-            ..MoeScratch::new(max_rows, top_k, hidden, intermediate, experts)
+            inputs: Acts::with_table(table, positions, hidden),
+            products: Acts::with_table(table, positions, intermediate),
+            outputs: AlignedBuf::zeroed(positions * hidden),
+            starts: vec![0; experts + 1],
+            rows: vec![0; positions],
+            positions: vec![0; positions],
+            active: Vec::with_capacity(experts),
+            top_k,
         }
     }
 

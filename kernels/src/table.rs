@@ -128,6 +128,12 @@ pub(crate) struct KernelTable {
     pub(crate) peaks: PeakKernels,
 }
 
+impl std::fmt::Display for KernelTable {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.isa.fmt(f)
+    }
+}
+
 impl KernelTable {
     /// The level's kernels. A level that this CPU lacks has none: callers check `Isa::available`.
     pub(crate) fn of(isa: Isa) -> &'static KernelTable {
@@ -137,6 +143,10 @@ impl KernelTable {
             Isa::Avx2 => &crate::x86_64::avx2::AVX2,
             #[cfg(target_arch = "x86_64")]
             Isa::AvxVnni => &crate::x86_64::avx2::AVX_VNNI,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => &crate::x86_64::avx512::gemm::AVX512,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512Bf16 => &crate::x86_64::avx512::gemm::AVX512_BF16,
             _ => &crate::reference::TABLE,
         }
     }

@@ -4,6 +4,7 @@
 use proptest::prelude::*;
 use rand::{RngExt, SeedableRng};
 
+use crate::table::{Form, KernelTable};
 use crate::*;
 
 pub(crate) const KINDS: [WeightKind; 10] = [
@@ -84,8 +85,13 @@ fn assert_bits(found: &[f32], expected: &[f32], what: &str) {
 }
 
 /// Whether the level computes this kind in the very steps of the portable level.
-fn same_steps(isa: Isa, kind: WeightKind) -> bool {
-    !(isa == Isa::Avx512Bf16 && kind == WeightKind::Bf16)
+fn same_steps(level: &KernelTable, kind: WeightKind) -> bool {
+    !(level.bf16_form == Form::Bf16 && kind == WeightKind::Bf16)
+}
+
+/// Every level this CPU has, and the emulated wide ones.
+fn levels() -> impl Iterator<Item = &'static KernelTable> {
+    Isa::all_available().map(KernelTable::of).chain([&emulated::WIDE, &emulated::WIDE_BF16])
 }
 
 proptest! {
@@ -106,18 +112,18 @@ proptest! {
         let w = matrix(&pool, kind, act, n, k, Arrange::Concat, seed);
         let x = random(seed ^ 1, rows * k, 3.0);
         let mut portable = Vec::new();
-        for isa in Isa::all_available() {
-            let mut acts = Acts::with_isa(isa, rows, k);
+        for level in levels() {
+            let mut acts = Acts::with_table(level, rows, k);
             acts.convert(&pool, act, rows, k, &x);
             let out = store(&pool, &acts, &w);
             for (i, (&found, (exact, size))) in out.iter().zip(oracle(&acts, &w)).enumerate() {
                 let bound = 4e-6 * size + 1e-6;
-                prop_assert!((f64::from(found) - exact).abs() <= bound, "{isa} {kind:?} {act:?} value {i}: {found} {exact}");
+                prop_assert!((f64::from(found) - exact).abs() <= bound, "{level} {kind:?} {act:?} value {i}: {found} {exact}");
             }
-            if isa == Isa::Scalar {
+            if level.isa == Isa::Scalar {
                 portable = out;
-            } else if same_steps(isa, kind) {
-                assert_bits(&out, &portable, &format!("{isa} {kind:?} {act:?} n {n} k {k} rows {rows}"));
+            } else if same_steps(level, kind) {
+                assert_bits(&out, &portable, &format!("{level} {kind:?} {act:?} n {n} k {k} rows {rows}"));
             }
         }
     }
@@ -128,11 +134,11 @@ proptest! {
 fn a_row_does_not_depend_on_its_company() {
     let pools = [Pool::new(1, false), Pool::new(2, false)];
     let (n, k) = (72, 320);
-    for isa in Isa::all_available() {
+    for level in levels() {
         for (kind, act) in pairs() {
             let w = matrix(&pools[0], kind, act, n, k, Arrange::Concat, 3);
             let x = random(4, 40 * k, 1.0);
-            let mut acts = Acts::with_isa(isa, 40, k);
+            let mut acts = Acts::with_table(level, 40, k);
             let mut alone = Vec::new();
             for row in 0..40 {
                 acts.convert(&pools[0], act, 1, k, &x[row * k..(row + 1) * k]);
@@ -142,7 +148,7 @@ fn a_row_does_not_depend_on_its_company() {
                 for pool in &pools {
                     acts.convert(pool, act, rows, k, &x[..rows * k]);
                     let out = store(pool, &acts, &w);
-                    assert_bits(&out, &alone[..rows * n], &format!("{isa} {kind:?} {act:?} {rows} rows"));
+                    assert_bits(&out, &alone[..rows * n], &format!("{level} {kind:?} {act:?} {rows} rows"));
                 }
             }
         }
@@ -154,21 +160,21 @@ fn a_row_does_not_depend_on_its_company() {
 fn large_products_equal_their_rows_alone() {
     let pools = [Pool::new(1, false), Pool::new(2, false)];
     let (n, k, rows) = (1056, 1024, 131);
-    for isa in Isa::all_available().filter(|&isa| isa != Isa::Scalar) {
+    for level in levels().filter(|level| level.isa != Isa::Scalar) {
         for (kind, act) in pairs() {
             let w = matrix(&pools[1], kind, act, n, k, Arrange::Concat, 5);
             let x = random(6, rows * k, 1.0);
-            let mut acts = Acts::with_isa(isa, rows, k);
+            let mut acts = Acts::with_table(level, rows, k);
             acts.convert(&pools[1], act, rows, k, &x);
             let all = store(&pools[1], &acts, &w);
             for row in [0, 1, 63, 64, 130] {
                 acts.convert(&pools[0], act, 1, k, &x[row * k..(row + 1) * k]);
                 let one = store(&pools[0], &acts, &w);
-                assert_bits(&one, &all[row * n..(row + 1) * n], &format!("{isa} {kind:?} {act:?} row {row}"));
+                assert_bits(&one, &all[row * n..(row + 1) * n], &format!("{level} {kind:?} {act:?} row {row}"));
             }
             acts.convert(&pools[0], act, 16, k, &x[..16 * k]);
             let few = store(&pools[1], &acts, &w);
-            assert_bits(&few, &all[..16 * n], &format!("{isa} {kind:?} {act:?} 16 rows"));
+            assert_bits(&few, &all[..16 * n], &format!("{level} {kind:?} {act:?} 16 rows"));
         }
     }
 }
@@ -176,11 +182,11 @@ fn large_products_equal_their_rows_alone() {
 #[test]
 fn the_other_outputs_equal_storing_first() {
     let pool = Pool::new(2, false);
-    for isa in Isa::all_available() {
+    for level in levels() {
         for (kind, act) in pairs() {
             for (n, k, rows) in [(150, 96, 5), (64, 64, 1), (2, 32, 3)] {
                 let x = random(8, rows * k, 2.0);
-                let mut acts = Acts::with_isa(isa, rows, k);
+                let mut acts = Acts::with_table(level, rows, k);
                 acts.convert(&pool, act, rows, k, &x);
                 let w = matrix(&pool, kind, act, n, k, Arrange::Concat, 9);
                 let stored = store(&pool, &acts, &w);
@@ -201,7 +207,7 @@ fn the_other_outputs_equal_storing_first() {
             for (half, k, rows) in [(32usize, 64, 7), (64, 128, 2)] {
                 let w = matrix(&pool, kind, act, 2 * half, k, Arrange::GateUp, 11);
                 let x = random(12, rows * k, 2.0);
-                let mut acts = Acts::with_isa(isa, rows, k);
+                let mut acts = Acts::with_table(level, rows, k);
                 acts.convert(&pool, act, rows, k, &x);
                 let stored = store(&pool, &acts, &w);
                 let products: Vec<f32> = stored
@@ -211,13 +217,14 @@ fn the_other_outputs_equal_storing_first() {
                     })
                     .collect();
                 for next in [ActKind::F32, ActKind::Bf16, ActKind::I8, ActKind::I8Group128] {
-                    let (mut fused, mut plain) = (Acts::with_isa(isa, rows, half), Acts::with_isa(isa, rows, half));
+                    let (mut fused, mut plain) =
+                        (Acts::with_table(level, rows, half), Acts::with_table(level, rows, half));
                     gemm(&pool, &acts, &w, Out::SiluMul { acts: &mut fused, kind: next });
                     plain.convert(&pool, next, rows, half, &products);
                     assert_bits(
                         &fused.dequantized(),
                         &plain.dequantized(),
-                        &format!("{isa} {kind:?} silu to {next:?}"),
+                        &format!("{level} {kind:?} silu to {next:?}"),
                     );
                 }
             }
@@ -290,23 +297,23 @@ fn impossible_weights_are_refused_with_the_reason() {
 fn what_is_not_finite_stays_visible() {
     let pool = Pool::new(1, false);
     let (n, k) = (40, 64);
-    for isa in Isa::all_available() {
+    for level in levels() {
         for (kind, act) in pairs() {
             let w = matrix(&pool, kind, act, n, k, Arrange::Concat, 16);
             let mut x = random(17, 4 * k, 1.0);
             x[k + 5] = f32::INFINITY;
             x[2 * k + 9] = f32::NAN;
             x[3 * k..].fill(0.0);
-            let mut acts = Acts::with_isa(isa, 4, k);
+            let mut acts = Acts::with_table(level, 4, k);
             acts.convert(&pool, act, 4, k, &x);
             let out = store(&pool, &acts, &w);
-            assert!(out[..n].iter().all(|v| v.is_finite()), "{isa} {kind:?} row 0");
-            assert!(out[n..3 * n].iter().any(|v| !v.is_finite()), "{isa} {kind:?} rows 1 and 2");
-            assert!(out[3 * n..].iter().all(|&v| v == 0.0), "{isa} {kind:?} the zero row");
+            assert!(out[..n].iter().all(|v| v.is_finite()), "{level} {kind:?} row 0");
+            assert!(out[n..3 * n].iter().any(|v| !v.is_finite()), "{level} {kind:?} rows 1 and 2");
+            assert!(out[3 * n..].iter().all(|&v| v == 0.0), "{level} {kind:?} the zero row");
             let mut best = vec![(0, 0.0); 4];
             gemm(&pool, &acts, &w, Out::ArgMax(&mut best));
-            assert!(best[0].1.is_finite() && best[1].1.is_nan() && best[2].1.is_nan(), "{isa} {kind:?} {best:?}");
-            assert_eq!(best[3], (0, 0.0), "{isa} {kind:?}: equal products give the lowest id");
+            assert!(best[0].1.is_finite() && best[1].1.is_nan() && best[2].1.is_nan(), "{level} {kind:?} {best:?}");
+            assert_eq!(best[3], (0, 0.0), "{level} {kind:?}: equal products give the lowest id");
         }
     }
 }
@@ -325,18 +332,18 @@ fn rows_are_normed_gathered_and_converted_alike() {
             let exact = f64::from(x[1]) / (mean + 1e-5).sqrt() * f64::from(weight[1]);
             assert!((f64::from(out[1]) - exact).abs() < 1e-5);
         }
-        for isa in Isa::all_available() {
+        for level in levels() {
             for kind in [ActKind::F32, ActKind::Bf16, ActKind::I8, ActKind::I8Group128] {
-                let (mut a, mut b) = (Acts::with_isa(isa, rows, k), Acts::with_isa(isa, rows, k));
+                let (mut a, mut b) = (Acts::with_table(level, rows, k), Acts::with_table(level, rows, k));
                 let mut normed = vec![0f32; rows * k];
                 for pool in &pools {
                     a.rmsnorm(pool, kind, rows, k, &x, &weight, 1e-5, Some(&mut normed));
-                    assert_bits(&normed, &expected, &format!("{isa} norm"));
+                    assert_bits(&normed, &expected, &format!("{level} norm"));
                     b.rmsnorm(pool, kind, rows, k, &x, &weight, 1e-5, None);
                     assert_bits(&a.dequantized(), &b.dequantized(), "with and without f32 rows");
                 }
                 b.convert(&pools[1], kind, rows, k, &expected);
-                assert_bits(&a.dequantized(), &b.dequantized(), &format!("{isa} {kind:?} fused and apart"));
+                assert_bits(&a.dequantized(), &b.dequantized(), &format!("{level} {kind:?} fused and apart"));
                 let index: Vec<u32> = (0..rows as u32).rev().collect();
                 a.gather(&pools[1], kind, k, &expected, &index);
                 let (a, b) = (a.dequantized(), b.dequantized());
@@ -351,7 +358,7 @@ fn rows_are_normed_gathered_and_converted_alike() {
 
 /// A layer of experts by single GEMMs, one row and one expert at a time.
 fn experts_one_by_one(
-    isa: Isa,
+    level: &'static KernelTable,
     pool: &Pool,
     normed: &[f32],
     routing: &Routing,
@@ -360,7 +367,7 @@ fn experts_one_by_one(
     x: &mut [f32],
 ) {
     let (hidden, intermediate) = (gate_up[0].k(), down[0].k());
-    let (mut acts, mut products) = (Acts::with_isa(isa, 1, hidden), Acts::with_isa(isa, 1, intermediate));
+    let (mut acts, mut products) = (Acts::with_table(level, 1, hidden), Acts::with_table(level, 1, intermediate));
     for (row, (normed, x)) in normed.chunks_exact(hidden).zip(x.chunks_exact_mut(hidden)).enumerate() {
         for choice in row * routing.top_k..(row + 1) * routing.top_k {
             let expert = routing.experts[choice] as usize;
@@ -379,14 +386,14 @@ fn experts_in_one_dispatch_equal_experts_one_by_one() {
     let pools = [Pool::new(1, false), Pool::new(2, false)];
     let (experts, top_k) = (8, 3);
     for (hidden, intermediate) in [(64, 32), (256, 128)] {
-        for isa in Isa::all_available() {
+        for level in levels() {
             for (kind, act) in pairs().filter(|&(kind, _)| !matches!(kind, WeightKind::Int8Group { group: 32 })) {
                 let layer = |n, k, arrange, seed: u64| -> Vec<Matrix> {
                     (0..experts).map(|e| matrix(&pools[0], kind, act, n, k, arrange, seed + e)).collect()
                 };
                 let gate_up = layer(2 * intermediate, hidden, Arrange::GateUp, 100);
                 let down = layer(hidden, intermediate, Arrange::Concat, 200);
-                let mut scratch = MoeScratch::with_isa(isa, 24, top_k, hidden, intermediate, experts as usize);
+                let mut scratch = MoeScratch::with_table(level, 24, top_k, hidden, intermediate, experts as usize);
                 for rows in [1usize, 2, 24] {
                     let normed = random(20, rows * hidden, 1.0);
                     // Expert 5 is never chosen; expert 0 is every row's first or second.
@@ -394,10 +401,10 @@ fn experts_in_one_dispatch_equal_experts_one_by_one() {
                     let routing = Routing { experts, weights: random(21, rows * top_k, 1.0), top_k };
                     let mut expected = random(22, rows * hidden, 1.0);
                     let mut x = [expected.clone(), expected.clone()];
-                    experts_one_by_one(isa, &pools[0], &normed, &routing, &gate_up, &down, &mut expected);
+                    experts_one_by_one(level, &pools[0], &normed, &routing, &gate_up, &down, &mut expected);
                     for (pool, x) in pools.iter().zip(&mut x) {
                         moe(pool, &mut scratch, rows, &normed, &routing, &gate_up, &down, x);
-                        assert_bits(x, &expected, &format!("{isa} {kind:?} {act:?} {rows} rows"));
+                        assert_bits(x, &expected, &format!("{level} {kind:?} {act:?} {rows} rows"));
                     }
                 }
             }

@@ -1,0 +1,81 @@
+//! GEMM tables of the AVX-512 levels.
+
+use super::peaks;
+use crate::isa::Isa;
+use crate::reference::rows;
+use crate::table::{Form, KernelTable, PANEL, RowKernels, SEGMENT};
+
+mod plain {
+    use super::super::simd::Avx512;
+    crate::wide::wide_kernels!(
+        Avx512,
+        [1 2 3 4 5 6 7 8 9 10 11 12],
+        [1 2 3 4 5 6],
+        #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c")]
+    );
+}
+
+mod with_bf16 {
+    use super::super::simd::Avx512Bf16;
+    use crate::table::{Tile, TileFn, TileKernels};
+    use crate::tiles;
+    crate::wide::wide_kernels!(
+        bf16 Avx512Bf16,
+        [1 2 3 4 5 6 7 8 9 10 11 12],
+        #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16")]
+    );
+}
+
+pub(crate) static AVX512: KernelTable = KernelTable {
+    isa: Isa::Avx512,
+    bf16_form: Form::F32,
+    i8_form: Form::I8,
+    f32: plain::F32,
+    bf16: plain::BF16,
+    i8_row: plain::I8_ROW,
+    i8_group: plain::I8_GROUP,
+    i4: plain::I4,
+    rows: ROWS,
+    peaks: peaks::AVX512,
+};
+
+pub(crate) static AVX512_BF16: KernelTable = KernelTable {
+    isa: Isa::Avx512Bf16,
+    bf16_form: Form::Bf16,
+    bf16: with_bf16::BF16_DOT,
+    peaks: peaks::AVX512_BF16,
+    ..AVX512
+};
+
+/// The portable row operations, compiled for 512-bit vectors: the same bits, vectorised.
+const ROWS: RowKernels = RowKernels { rmsnorm, to_bf16, to_i8, silu_mul, row_max, add_scaled };
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,fma")]
+unsafe fn rmsnorm(src: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
+    rows::rmsnorm(src, weight, eps, out);
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,fma")]
+unsafe fn to_bf16(src: &[f32], out: &mut [u16]) {
+    rows::to_bf16(src, out);
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,fma")]
+unsafe fn to_i8(src: &[f32], group: usize, codes: &mut [i8], wide: &mut [i16], scales: &mut [f32], sums: &mut [i32]) {
+    rows::to_i8(src, group, codes, wide, scales, sums);
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,fma")]
+unsafe fn silu_mul(gate: &[f32; SEGMENT], up: &[f32; SEGMENT], out: &mut [f32; SEGMENT]) {
+    rows::silu_mul(gate, up, out);
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,fma")]
+unsafe fn row_max(row: &[f32; PANEL]) -> (f32, bool) {
+    rows::row_max(row)
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,fma")]
+unsafe fn add_scaled(x: &mut [f32], weight: f32, y: &[f32]) {
+    rows::add_scaled(x, weight, y);
+}
