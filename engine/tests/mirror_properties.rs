@@ -1,9 +1,13 @@
 //! The five properties, on the mirror runner, under random arrivals, aborts, lengths, choices, priorities, shared prefixes,
 //! tiny pools and tiny swap spaces:
 //!
-//! 1. free and referenced blocks are all blocks; 2. no budget is ever exceeded (the mirror refuses such a batch); 3. every
-//! sequence ends, and no step is idle while something waits; 4. the output equals the same request's alone; 5. an abort leaks
-//! nothing. And a request that goes on from what another engine generated ends as the undisturbed one.
+//! 1. Free and referenced blocks are all blocks.
+//! 2. No budget is ever exceeded (the mirror refuses such a batch).
+//! 3. Every sequence ends, and no step is idle while something waits.
+//! 4. The output equals the same request's alone.
+//! 5. An abort leaks nothing.
+//!
+//! And a request that goes on from what another engine generated ends as the undisturbed one.
 //!
 //! `PROPTEST_CASES` raises the number of cases, `PROPTEST_RNG_SEED` repeats a run.
 
