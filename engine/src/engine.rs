@@ -11,7 +11,7 @@ use crate::kv::{BlockTable, KeySpace, KvBlocks};
 use crate::outputs::EngineStats;
 use crate::params::{EngineRequest, RequestId};
 use crate::runner::{ModelRunner, RunnerError, RunnerLimits, StepBatch};
-use crate::sampling::grammar::{CompiledGrammar, GrammarCompiler};
+use crate::sampling::grammar::{CompiledGrammar, GrammarCompiler, GrammarError};
 use crate::sampling::penalties::Seen;
 use crate::sampling::{RESERVE, Sampler};
 use crate::scheduler::plan::RowUse;
@@ -67,7 +67,8 @@ pub struct Engine<R> {
     requests: Requests,
     by_id: HashMap<RequestId, Key>,
     arrivals: u64,
-    grammars: Option<GrammarCompiler>,
+    /// Or why there can be no grammars.
+    grammars: Result<GrammarCompiler, GrammarError>,
     counters: Counters,
     // Memory of a step, kept from step to step.
     batch: StepBatch,
@@ -107,8 +108,8 @@ impl<R: ModelRunner> Engine<R> {
         };
         let block_bytes = runner.block_bytes();
         let grammars = match config.vocabulary.is_empty() {
-            true => None,
-            false => GrammarCompiler::new(&config.vocabulary).ok(),
+            true => Err(GrammarError("the engine was given no vocabulary".into())),
+            false => GrammarCompiler::new(&config.vocabulary),
         };
         Self {
             limits,
@@ -135,11 +136,12 @@ impl<R: ModelRunner> Engine<R> {
     /// may take a while: see [`Engine::add_compiled`].
     pub fn add(&mut self, request: EngineRequest) -> Result<(), AddError> {
         self.validate(&request)?;
-        let grammar = match (&request.sampling.grammar, &self.grammars) {
-            (None, _) => None,
-            (Some(_), None) => return Err(AddError::Grammar("the engine was given no vocabulary".into())),
-            (Some(grammar), Some(compiler)) => {
-                Some(compiler.compile(grammar).map_err(|cause| AddError::Grammar(cause.0))?)
+        let refused = |cause: GrammarError| AddError::Grammar(cause.0);
+        let grammar = match &request.sampling.grammar {
+            None => None,
+            Some(grammar) => {
+                let compiler = self.grammars.as_ref().map_err(|cause| refused(cause.clone()))?;
+                Some(compiler.compile(grammar).map_err(refused)?)
             }
         };
         self.insert(request, grammar.as_ref());
@@ -153,9 +155,9 @@ impl<R: ModelRunner> Engine<R> {
         Ok(())
     }
 
-    /// Compiles grammars for [`Engine::add_compiled`], on whatever thread. `None`: the engine was given no vocabulary.
+    /// Compiles grammars for [`Engine::add_compiled`], on whatever thread. `None`: the engine was given no usable vocabulary.
     pub fn grammar_compiler(&self) -> Option<GrammarCompiler> {
-        self.grammars.clone()
+        self.grammars.as_ref().ok().cloned()
     }
 
     /// Forgets a request and frees its blocks before the next step. False if it is not (or no longer) here.

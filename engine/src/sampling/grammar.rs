@@ -203,6 +203,16 @@ mod tests {
     }
 
     #[test]
+    fn a_vocabulary_with_two_tokens_of_equal_bytes_is_taken() {
+        let mut vocabulary: Vec<Vec<u8>> = (0..=255).map(|byte| vec![byte]).collect();
+        vocabulary.extend([b"ab".to_vec(), b"ab".to_vec(), b"\xff<s>".to_vec()]);
+        let grammar = GrammarCompiler::new(&vocabulary).unwrap().compile(&Grammar::Regex("ab".into())).unwrap();
+        let mut out = Vec::new();
+        assert!(grammar.after(&[]).mask(&[1.0; 259], &[], &mut out));
+        assert!(out[256] == 1.0 || out[257] == 1.0);
+    }
+
+    #[test]
     fn a_token_that_does_not_fit_is_a_dead_end() {
         let grammar = compiler().compile(&Grammar::Regex("abc".into())).unwrap();
         assert!(!grammar.after(&[u32::from(b'x')]).mask(&[1.0; 260], &[END], &mut Vec::new()));
