@@ -75,7 +75,7 @@ fn a_prompt_cut_at_any_boundary_gives_the_same_bits() {
         for cut in (1..LEN).step_by(every) {
             let tables = tables(&runner, &[LEN], (cut % 3 == 0).then_some(cut as u64));
             let steps = [vec![piece(0, 0..cut)], vec![piece(0, cut..LEN)]];
-            let got = run(&mut runner, &[ids.clone()], &tables, &steps);
+            let got = run(&mut runner, std::slice::from_ref(&ids), &tables, &steps);
             assert_same(&format!("{what}, cut at {cut}"), &expected, &got[0]);
         }
     });

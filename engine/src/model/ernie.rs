@@ -35,6 +35,7 @@ struct Layer {
 }
 
 #[derive(Debug)]
+#[expect(clippy::large_enum_variant, reason = "one per layer, never moved")]
 enum FeedForward {
     Dense(Mlp),
     Moe(Box<MoeBlock>),
@@ -223,6 +224,7 @@ impl Layer {
     }
 
     /// Norm and MLP or experts of the first `rows` rows.
+    #[expect(clippy::too_many_arguments, reason = "parts of the step that are borrowed apart")]
     fn feed(
         &self,
         config: &ModelConfig,

@@ -62,6 +62,7 @@ impl MoeBlock {
     }
 
     /// Adds the block to `x` and counts the tokens of each expert.
+    #[expect(clippy::too_many_arguments, reason = "parts of the step that are borrowed apart")]
     pub(crate) fn forward(
         &self,
         pool: &Pool,
