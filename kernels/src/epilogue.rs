@@ -61,6 +61,7 @@ impl Sink<'_> {
     /// # Safety
     /// The sink's memory holds every row and column of the matrix, nobody else has this tile's part of it, and the CPU has
     /// the table's level.
+    #[allow(clippy::too_many_arguments)] // one call site, in the innermost driver loop
     pub(crate) unsafe fn take(
         &self,
         table: &KernelTable,

@@ -73,6 +73,10 @@ pub(crate) struct TileKernels {
     pub(crate) split_from: usize,
 }
 
+/// See `RowKernels::to_i8`.
+pub(crate) type ToI8Fn =
+    unsafe fn(src: &[f32], group: usize, codes: &mut [i8], wide: &mut [i16], scales: &mut [f32], sums: &mut [i32]);
+
 /// Row operations of `act.rs` and the epilogues.
 ///
 /// # Safety (of all function pointers)
@@ -84,8 +88,7 @@ pub(crate) struct RowKernels {
     /// Rounds to bf16, to nearest even.
     pub(crate) to_bf16: unsafe fn(src: &[f32], out: &mut [u16]),
     /// Quantises one row in groups of `group`: codes, optional i16 copy, one scale per group, running sums.
-    pub(crate) to_i8:
-        unsafe fn(src: &[f32], group: usize, codes: &mut [i8], wide: &mut [i16], scales: &mut [f32], sums: &mut [i32]),
+    pub(crate) to_i8: ToI8Fn,
     /// `out[i] = silu(gate[i]) * up[i]` for one segment.
     pub(crate) silu_mul: unsafe fn(gate: &[f32; SEGMENT], up: &[f32; SEGMENT], out: &mut [f32; SEGMENT]),
     /// Maximum of one tile row, ignoring NaN, and whether all values are finite.
