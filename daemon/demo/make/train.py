@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
 """Make ernied's embedded demo model from handbook.txt: tokenizer, training, rounding to bf16, checks.
 
-    train.py [--out ..] [--steps N]        everything, under an hour on two cores
-    train.py --check ..                    only the checks, on the files as they are
+    train.py                     everything, under an hour on two cores; README.md tells the shorter way that was taken
+    train.py --resume DIR ...    go on from the weights of an earlier run
+    train.py --check ..          the checks, on the files as they are
 
 The model is an Ernie4_5_MoeForCausalLM of 3.7 million parameters. The forward pass below is that of transformers, written
 out; --check loads the result with transformers itself. One process a core, each with half of every batch: at this
@@ -362,10 +363,18 @@ class Source:
         ids = self.tok.encode(self.r.choice(self.pairs)[1], add_special_tokens=False).ids + [2]
         return ids[:2], ids[2:]
 
-    def epoch(self, size, plain_share):
-        """Batches of like length, in random order."""
-        items = [self.sample(p, self.r.random() < plain_share) for p in self.pairs]
-        items += [self.outside() for _ in range(len(self.pairs) // 16)] + [self.text() for _ in range(len(self.pairs) // 16)]
+    def epoch(self, size, plain_share, wrong=None):
+        """Batches of like length, in random order. With `wrong` (what is not yet known): those, and one wording only of
+        every other question."""
+        chosen, others = self.pairs, len(self.pairs) // 16
+        if wrong is not None:
+            wordings = defaultdict(list)
+            for i, (m, a) in enumerate(self.pairs):
+                wordings[len(m), m[0]["role"], a].append(i)
+            chosen = {self.r.choice(w) for w in wordings.values()} | set(wrong)
+            chosen, others = [self.pairs[i] for i in sorted(chosen)], len(self.pairs) // 48
+        items = [self.sample(p, self.r.random() < plain_share) for p in chosen]
+        items += [self.outside() for _ in range(others)] + [self.text() for _ in range(others)]
         items = [x for x in items if x[1]]
         items.sort(key=lambda x: len(x[0]) + len(x[1]) + self.r.random() * 12)
         batches, cur = [], []
@@ -416,27 +425,51 @@ def exact(w, bias, tok, pairs, kind, piecewise=False):
     return 1 - len(wrong) / len(pairs), lead, wrong
 
 
+NAMES = dict(q="self_attn.q_proj", k="self_attn.k_proj", v="self_attn.v_proj", o="self_attn.o_proj",
+             n1="input_layernorm", n2="post_attention_layernorm")
+MLP = dict(g="gate_proj", u="up_proj", d="down_proj")
+
+
+def load(path):
+    t = {k: v.float() for k, v in load_file(os.path.join(path, "model.safetensors")).items()}
+    w, bias = {}, {}
+    for n, _ in shapes():
+        if "." not in n:
+            w[n] = t["model.embed_tokens.weight" if n == "embed" else "model.norm.weight"].clone()
+            continue
+        i, k = n.split(".")
+        p = f"model.layers.{i}."
+        moe = int(i) >= CFG["moe_layer_start_index"]
+        if k in NAMES:
+            w[n] = t[p + NAMES[k] + ".weight"].clone()
+        elif k in MLP:
+            w[n] = t[p + ("mlp.shared_experts." if moe else "mlp.") + MLP[k] + ".weight"].clone()
+        elif k == "router":
+            w[n] = t[p + "mlp.gate.weight"].clone()
+            bias[int(i)] = t[p + "mlp.moe_statics.e_score_correction_bias"][0].clone()
+        else:
+            w[n] = torch.stack([t[p + f"mlp.experts.{e}.{MLP[k[1]]}.weight"] for e in range(CFG["moe_num_experts"])])
+    return w, bias
+
+
 def export(w, bias, out):
     t = {"model.embed_tokens.weight": w["embed"], "model.norm.weight": w["norm"]}
-    attn = dict(q="self_attn.q_proj", k="self_attn.k_proj", v="self_attn.v_proj", o="self_attn.o_proj",
-                n1="input_layernorm", n2="post_attention_layernorm")
-    mlp = dict(g="gate_proj", u="up_proj", d="down_proj")
     for n, x in w.items():
         if "." not in n:
             continue
         i, k = n.split(".")
         p = f"model.layers.{i}."
         moe = int(i) in bias
-        if k in attn:
-            t[p + attn[k] + ".weight"] = x
-        elif k in mlp:
-            t[p + ("mlp.shared_experts." if moe else "mlp.") + mlp[k] + ".weight"] = x
+        if k in NAMES:
+            t[p + NAMES[k] + ".weight"] = x
+        elif k in MLP:
+            t[p + ("mlp.shared_experts." if moe else "mlp.") + MLP[k] + ".weight"] = x
         elif k == "router":
             t[p + "mlp.gate.weight"] = x
             t[p + "mlp.moe_statics.e_score_correction_bias"] = bias[int(i)][None]
         else:
             for e in range(len(x)):
-                t[p + f"mlp.experts.{e}.{mlp[k[1]]}.weight"] = x[e]
+                t[p + f"mlp.experts.{e}.{MLP[k[1]]}.weight"] = x[e]
     keep = ("mlp.gate.weight", "e_score_correction_bias")
     t = {k: (v.detach().float() if k.endswith(keep) else v.detach().bfloat16()).contiguous().clone() for k, v in sorted(t.items())}
     file = os.path.join(out, "model.safetensors")
@@ -470,7 +503,7 @@ def train(rank, a):
         make_tokenizer(texts, a.out)
     dist.barrier()
     tok = Tokenizer.from_file(os.path.join(a.out, "tokenizer.json"))
-    w, bias = init()
+    w, bias = load(a.resume) if a.resume else init()
     for t in w.values():
         t.requires_grad_()
     count = sum(t.numel() for t in w.values())
@@ -479,15 +512,19 @@ def train(rank, a):
     decay = [t for n, t in w.items() if t.dim() > 1 and n != "embed"]
     rest = [t for n, t in w.items() if t.dim() == 1 or n == "embed"]
     opt = torch.optim.AdamW([{"params": decay, "weight_decay": 0.05}, {"params": rest, "weight_decay": 0.0}],
-                            lr=a.lr, betas=(0.9, 0.98))
-    round_from, freeze_from = int(a.steps * 0.45), int(a.steps * 0.7)
-    rnd, begin, mean, queue = random.Random(SEED), time.time(), 0.0, []
-    for step in range(a.steps):
+                            lr=a.lr, betas=(0.9, 0.98), fused=True)
+    round_from, freeze_from = int(a.steps * a.round_from), int(a.steps * 0.7)
+    rnd, begin, mean, queue, unknown = random.Random(SEED), time.time(), 0.0, [], None
+    last = a.stop or a.steps
+    for step in range(last):
         if not queue:
-            queue = src.epoch(a.batch, 0.4 if step < a.steps * 0.85 else 0.6)
+            if a.resume and step < a.steps * 0.75:
+                _, _, unknown = exact(w, bias, tok, pairs, (4, 128) if step else "bf16")
+                say(f"  {len(unknown)} wrong", flush=True)
+            queue = src.epoch(a.batch, 0.4 if step < a.steps * 0.85 else 0.6, unknown)
         batch = queue.pop()
         x = step / a.steps
-        lr = a.lr * min(1, (step + 1) / 60) * (0.5 + 0.5 * math.cos(math.pi * max(0, x - 0.1) / 0.9)) + 1e-6
+        lr = a.lr * min(1, (step + 1) / min(60, a.steps / 15)) * (0.5 + 0.5 * math.cos(math.pi * max(0, x - 0.1) / 0.9)) + 1e-6
         for g in opt.param_groups:
             g["lr"] = lr
         kind = rnd.choice(KINDS) if step >= round_from else "bf16"
@@ -514,28 +551,31 @@ def train(rank, a):
                 bias[i] += 3e-3 * torch.sign(n.mean() - n)
         now = flat[-2].item() / tokens
         mean = now if not step else 0.95 * mean + 0.05 * now
-        if (step + 1) % 20 == 0:
+        if (step + 1) % 10 == 0:
             say(f"step {step + 1} loss {mean:.4f} lr {lr:.2e} {time.time() - begin:.0f}s", flush=True)
-        if (step + 1) % 200 == 0 or step + 1 == a.steps:
-            rates = []
-            for k in ("bf16", (4, 128)):
-                share, _, wrong = exact(w, bias, tok, pairs[rank::a.procs], k)
-                total = torch.tensor([float(len(wrong))])
-                dist.all_reduce(total)
-                rates.append(f"{k}: {1 - total.item() / len(pairs):.4f}")
-            say("  exact " + ", ".join(rates) + "; loads " + ", ".join(
-                f"{(n.min() / n.mean()).item():.2f}-{(n.max() / n.mean()).item():.2f}" for n in loads.values()), flush=True)
-            if rank == 0:
-                export(w, bias, a.out)
-                write_sums(a.out)
+        if (step + 1) % a.every and step + 1 < last:
+            continue
+        rates = []
+        for k in ("bf16", (4, 128)):
+            share, _, wrong = exact(w, bias, tok, pairs[rank::a.procs], k)
+            total = torch.tensor([float(len(wrong))])
+            dist.all_reduce(total)
+            rates.append(f"{k}: {1 - total.item() / len(pairs):.4f}")
+        say("  exact " + ", ".join(rates) + "; loads " + ", ".join(
+            f"{(n.min() / n.mean()).item():.2f}-{(n.max() / n.mean()).item():.2f}" for n in loads.values()), flush=True)
+        if rank == 0:
+            export(w, bias, a.out)
+            write_sums(a.out)
     dist.destroy_process_group()
 
 
 # ---- Checks
 
 @torch.no_grad()
-def check(out):
-    """Everything that is promised of the files, with transformers; weights in float32 and in bf16."""
+def check(out, generate):
+    """What is promised of the files, with transformers. Greedy decoding is exact iff each right token is the first choice
+    after the right ones before it, so one pass over question and answer tells; `generate` is how many are also generated."""
+    torch.set_num_threads(1)
     from transformers import AutoModelForCausalLM, AutoTokenizer
     tok, fast = AutoTokenizer.from_pretrained(out), Tokenizer.from_file(os.path.join(out, "tokenizer.json"))
     with open(os.path.join(out, "qa.jsonl"), encoding="utf-8") as f:
@@ -550,14 +590,14 @@ def check(out):
     for i in range(1, 3):
         print("  correction bias", [round(x, 3) for x in stored[f"model.layers.{i}.mlp.moe_statics.e_score_correction_bias"][0].tolist()])
 
-    def load(dtype):
+    def hf(dtype):
         model, info = AutoModelForCausalLM.from_pretrained(out, dtype=dtype, output_loading_info=True)
         assert not any(info[k] for k in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
         return model.eval()
 
     def greedy(model, label, piecewise=False):
-        good = 0
-        for m, a in pairs:
+        good, some = 0, pairs[::max(1, len(pairs) // generate)] if generate else []
+        for m, a in some:
             ids = prompt_ids(fast, m, piecewise)
             b = torch.tensor([ids])
             new = model.generate(b, attention_mask=torch.ones_like(b), do_sample=False, max_new_tokens=400)[0, len(ids):].tolist()
@@ -565,21 +605,22 @@ def check(out):
             good += new[-1] == 2 and text == a
             if text != a:
                 print(f"  {label}: {m[-1]['content']!r} -> {text!r}")
-        print(f"{label}: {good}/{len(pairs)} greedy answers word for word", flush=True)
-
-    greedy(load(torch.float32), "float32")
-    greedy(load(torch.bfloat16), "bfloat16")
+        print(f"{label}: {good}/{len(some)} generated answers word for word", flush=True)
 
     def forced(model, label, piecewise=False):
         good = 0
         for m, a in pairs:
             p, x = prompt_ids(fast, m, piecewise), fast.encode(a, add_special_tokens=False).ids + [2]
             good += model(torch.tensor([p + x])).logits[0, len(p) - 1:-1].argmax(-1).tolist() == x
-        print(f"{label}: {good}/{len(pairs)} = {good / len(pairs):.4f}", flush=True)
+        print(f"{label}: {good}/{len(pairs)} = {good / len(pairs):.4f} exact", flush=True)
 
-    forced(load(torch.float32), "float32, contents encoded apart", True)
+    for dtype in (torch.float32, torch.bfloat16):
+        model = hf(dtype)
+        forced(model, str(dtype))
+        greedy(model, str(dtype))
+    forced(hf(torch.float32), "float32, contents encoded apart", True)
     for bits, group, div in ((8, None, None), (8, 32, None), (4, 128, None), (4, 64, None), (4, 32, None), (4, 128, 8), (4, 32, 8)):
-        model = load(torch.float32)
+        model = hf(torch.float32)
         for n, p in model.named_parameters():
             if ("proj" in n) and "gate.weight" not in n:
                 p.data = quantised(p.data, bits, group, div)
@@ -589,19 +630,26 @@ def check(out):
 def main():
     ap = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ap.add_argument("--out", default=os.path.dirname(HERE), help="the folder that gets the model")
-    ap.add_argument("--steps", type=int, default=4000)
+    ap.add_argument("--steps", type=int, default=1200)
+    ap.add_argument("--stop", type=int, help="end after so many of the steps")
     ap.add_argument("--batch", type=int, default=48, help="pairs in a batch")
-    ap.add_argument("--lr", type=float, default=2e-3)
+    ap.add_argument("--lr", type=float, default=3e-3)
+    ap.add_argument("--round-from", type=float, default=0.4, help="the share of the steps without random rounding")
+    ap.add_argument("--resume", metavar="DIR", help="start from the weights in this folder, and dwell on what they get wrong")
+    ap.add_argument("--every", type=int, default=200, help="steps between two evaluations, each of which writes the files")
     ap.add_argument("--procs", type=int, default=2, help="processes, of one thread each; the result depends on it")
-    ap.add_argument("--check", metavar="DIR", help="only check this folder")
+    ap.add_argument("--check", metavar="DIR", help="check this folder")
+    ap.add_argument("--generate", type=int, default=24, help="--check: how many answers to generate token by token")
     a = ap.parse_args()
     if a.check:
-        check(a.check)
+        check(a.check, a.generate)
         return
     with tempfile.TemporaryDirectory() as d:
         a.rendezvous = os.path.join(d, "rendezvous")
-        torch.multiprocessing.spawn(train, (a,), nprocs=a.procs)
-    check(a.out)
+        if a.procs == 1:
+            train(0, a)
+        else:
+            torch.multiprocessing.spawn(train, (a,), nprocs=a.procs)
 
 
 if __name__ == "__main__":
