@@ -147,7 +147,8 @@ impl Folder {
         let mut found = Vec::new();
         let mut folders = vec![(PathBuf::new(), 0)];
         while let Some((relative, depth)) = folders.pop() {
-            let folder = |error: std::io::Error| VerifyError::Folder { dir: self.dir.clone(), cause: error.to_string() };
+            let folder =
+                |error: std::io::Error| VerifyError::Folder { dir: self.dir.clone(), cause: error.to_string() };
             for entry in std::fs::read_dir(self.dir.join(&relative)).map_err(folder)? {
                 let entry = entry.map_err(folder)?;
                 let name = entry.file_name();
@@ -221,7 +222,10 @@ pub fn verify_for_load(dir: &Path, unsealed: bool) -> Result<VerifiedModel, Veri
 }
 
 fn verify(
-    dir: &Path, unsealed: bool, weights: bool, progress: &(dyn Fn(u64, u64) + Sync),
+    dir: &Path,
+    unsealed: bool,
+    weights: bool,
+    progress: &(dyn Fn(u64, u64) + Sync),
 ) -> Result<VerifiedModel, VerifyError> {
     let folder = Folder::open(dir)?;
     let present = folder.list()?;
@@ -280,7 +284,9 @@ type Hashed = Result<([u8; 32], u64), String>;
 
 /// Hashes files on as many threads as there are cores, large files first.
 fn hash_all<'a>(
-    folder: &Folder, paths: impl Iterator<Item = &'a str>, progress: &(dyn Fn(u64, u64) + Sync),
+    folder: &Folder,
+    paths: impl Iterator<Item = &'a str>,
+    progress: &(dyn Fn(u64, u64) + Sync),
 ) -> BTreeMap<String, Hashed> {
     let mut jobs: Vec<_> = paths
         .map(|path| {

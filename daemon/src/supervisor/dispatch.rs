@@ -300,10 +300,7 @@ impl Requests {
             }
             // The channel has room for all that was asked for, so this can not be; if it is, only this request suffers.
             Err(TrySendError::Full(_)) => {
-                self.fail(id, GenerationFailure {
-                    message: "the answer was not read".to_string(),
-                    retryable: false,
-                });
+                self.fail(id, GenerationFailure { message: "the answer was not read".to_string(), retryable: false });
                 applied.abandoned.push(id);
             }
         }
@@ -363,7 +360,10 @@ impl Requests {
 
     /// Ends all requests, or those of one deployment; returns them with their workers.
     pub(super) fn fail_all(
-        &mut self, of: Option<DeploymentId>, held_only: bool, failure: &GenerationFailure,
+        &mut self,
+        of: Option<DeploymentId>,
+        held_only: bool,
+        failure: &GenerationFailure,
     ) -> Vec<(RequestId, Option<WorkerId>)> {
         let chosen: Vec<_> = self
             .all

@@ -46,7 +46,9 @@ pub struct Submission {
 #[derive(Debug, Clone, PartialEq)]
 pub enum GenerationEvent {
     /// It left the waiting queue for the first time.
-    Started { cached_tokens: u32 },
+    Started {
+        cached_tokens: u32,
+    },
     Output(SequenceOutput),
     PromptLogprobs(Vec<Option<TokenLogprobs>>),
     /// It ends here, unfinished.
@@ -108,12 +110,27 @@ pub struct SupervisorGone;
 pub(super) enum Command {
     Submit(Box<NewRequest>),
     /// Take no new requests; answer when the running ones have ended or the deadline is over.
-    Drain { deadline: Instant, reply: oneshot::Sender<DrainReport> },
+    Drain {
+        deadline: Instant,
+        reply: oneshot::Sender<DrainReport>,
+    },
     /// End all workers now; answer when no process is left.
-    Shutdown { reply: oneshot::Sender<()> },
-    Swap { request: Box<SwapRequest>, reply: oneshot::Sender<Result<ernie_proto::ids::DeploymentId, RolloutRefusal>> },
-    Rollback { reason: String, reply: oneshot::Sender<Result<(), RolloutRefusal>> },
-    RestartWorker { worker: WorkerId, graceful: bool, reply: oneshot::Sender<bool> },
+    Shutdown {
+        reply: oneshot::Sender<()>,
+    },
+    Swap {
+        request: Box<SwapRequest>,
+        reply: oneshot::Sender<Result<ernie_proto::ids::DeploymentId, RolloutRefusal>>,
+    },
+    Rollback {
+        reason: String,
+        reply: oneshot::Sender<Result<(), RolloutRefusal>>,
+    },
+    RestartWorker {
+        worker: WorkerId,
+        graceful: bool,
+        reply: oneshot::Sender<bool>,
+    },
     ResetPrefixCache,
 }
 
@@ -176,15 +193,15 @@ impl FleetHandle {
     /// Hands a request to the fleet. It survives the death of workers; it ends when all its choices have ended, when it
     /// fails, or when the returned [`Generation`] is dropped.
     pub async fn submit(
-        &self, deployment: &Arc<Deployment>, submission: Submission,
+        &self,
+        deployment: &Arc<Deployment>,
+        submission: Submission,
     ) -> Result<Generation, SubmitRefusal> {
         if submission.prompt.is_empty() || submission.choices == 0 {
             return Err(SubmitRefusal::Invalid("a request needs at least one prompt token and one choice".to_string()));
         }
         let permit = self.dropped.clone().try_reserve_owned().map_err(|refused| match refused {
-            mpsc::error::TrySendError::Full(_) => {
-                SubmitRefusal::TooManyRequests { limit: self.dropped.max_capacity() }
-            }
+            mpsc::error::TrySendError::Full(_) => SubmitRefusal::TooManyRequests { limit: self.dropped.max_capacity() },
             mpsc::error::TrySendError::Closed(_) => SubmitRefusal::Draining,
         })?;
         let id = RequestId(self.next_request.fetch_add(1, Ordering::Relaxed));
@@ -249,10 +266,7 @@ impl FleetHandle {
     /// if no living worker has this id.
     pub async fn restart_worker(&self, worker: WorkerId, graceful: bool) -> Result<bool, SupervisorGone> {
         let (reply, answer) = oneshot::channel();
-        self.commands
-            .send(Command::RestartWorker { worker, graceful, reply })
-            .await
-            .map_err(|_| SupervisorGone)?;
+        self.commands.send(Command::RestartWorker { worker, graceful, reply }).await.map_err(|_| SupervisorGone)?;
         answer.await.map_err(|_| SupervisorGone)
     }
 

@@ -35,8 +35,12 @@ impl Default for LivenessSettings {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Signs {
     /// Started; said nothing yet.
-    Starting { age: Duration },
-    Loading { progress_age: Duration },
+    Starting {
+        age: Duration,
+    },
+    Loading {
+        progress_age: Duration,
+    },
     Serving {
         /// While work is queued there: since the last step, or since the work came.
         step_age: Option<Duration>,
@@ -50,7 +54,9 @@ pub(super) enum Signs {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Verdict {
     /// Look again after this long, if nothing happens before.
-    Alive { check_in: Duration },
+    Alive {
+        check_in: Duration,
+    },
     Stalled(Stall),
 }
 
@@ -99,8 +105,7 @@ mod tests {
     }
 
     fn serving(step: Option<u64>, ping: Option<u64>, beat: Option<u64>) -> Verdict {
-        let signs =
-            Signs::Serving { step_age: step.map(at), ping_age: ping.map(at), beat_age: beat.map(at) };
+        let signs = Signs::Serving { step_age: step.map(at), ping_age: ping.map(at), beat_age: beat.map(at) };
         verdict(signs, &LivenessSettings::default())
     }
 

@@ -34,8 +34,8 @@ pub use fleet::{
 };
 pub use liveness::LivenessSettings;
 pub use observe::{FleetEvent, FleetObserver};
-pub use restart::RestartSettings;
 pub use probe::Probe;
+pub use restart::RestartSettings;
 pub use rollout::{
     CutOver, RolloutOutcome, RolloutPhase, RolloutRefusal, RolloutResult, RolloutStatus, RolloutTimeouts, Strategy,
     SwapRequest,
@@ -128,13 +128,18 @@ impl Default for ModelSource {
 
 impl std::fmt::Debug for ModelSource {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("ModelSource").field("links", &self.links).field("previous", &self.previous).finish_non_exhaustive()
+        f.debug_struct("ModelSource")
+            .field("links", &self.links)
+            .field("previous", &self.previous)
+            .finish_non_exhaustive()
     }
 }
 
 /// [`start_with`] with models from disk and no links.
 pub fn start(
-    settings: SupervisorSettings, spawner: Arc<dyn SpawnWorker>, observers: Vec<Arc<dyn FleetObserver>>,
+    settings: SupervisorSettings,
+    spawner: Arc<dyn SpawnWorker>,
+    observers: Vec<Arc<dyn FleetObserver>>,
     first: DeploymentSpec,
 ) -> FleetHandle {
     start_with(settings, spawner, observers, first, ModelSource::default())
@@ -143,8 +148,11 @@ pub fn start(
 /// Starts the supervisor and the first deployment's workers; must be called inside a runtime. It ends after
 /// [`FleetHandle::shutdown`], or when every handle is dropped.
 pub fn start_with(
-    settings: SupervisorSettings, spawner: Arc<dyn SpawnWorker>, observers: Vec<Arc<dyn FleetObserver>>,
-    first: DeploymentSpec, source: ModelSource,
+    settings: SupervisorSettings,
+    spawner: Arc<dyn SpawnWorker>,
+    observers: Vec<Arc<dyn FleetObserver>>,
+    first: DeploymentSpec,
+    source: ModelSource,
 ) -> FleetHandle {
     let (commands, commands_in) = mpsc::channel(COMMANDS_MAX);
     let (dropped, dropped_in) = mpsc::channel(settings.requests_max.max(1));
@@ -462,9 +470,8 @@ impl Supervisor {
                 Routing { absent: Absent::Failed(reason.clone()), ..Routing::default() }
             }
             Some(entry) => {
-                let canary = self.canary.and_then(|(id, share)| {
-                    Some((self.deployments.get(&id)?.deployment.clone()?, share))
-                });
+                let canary =
+                    self.canary.and_then(|(id, share)| Some((self.deployments.get(&id)?.deployment.clone()?, share)));
                 Routing { active: entry.deployment.clone(), canary, absent: Absent::Coming }
             }
             None => Routing::default(),

@@ -23,30 +23,106 @@ pub trait FleetObserver: Send + Sync + 'static {
 /// One thing that happened.
 #[derive(Debug, Clone, PartialEq)]
 pub enum FleetEvent {
-    WorkerSpawned { worker: WorkerId, deployment: DeploymentId, slot: u32, pid: u32 },
-    WorkerReady { worker: WorkerId, deployment: DeploymentId, slot: u32, elapsed: Duration },
+    WorkerSpawned {
+        worker: WorkerId,
+        deployment: DeploymentId,
+        slot: u32,
+        pid: u32,
+    },
+    WorkerReady {
+        worker: WorkerId,
+        deployment: DeploymentId,
+        slot: u32,
+        elapsed: Duration,
+    },
     /// A worker ended without being asked to, or was ended for cause.
-    WorkerLost { worker: WorkerId, deployment: DeploymentId, slot: u32, failure: WorkerFailure },
+    WorkerLost {
+        worker: WorkerId,
+        deployment: DeploymentId,
+        slot: u32,
+        failure: WorkerFailure,
+    },
     /// A worker ended because it was asked to.
-    WorkerStopped { worker: WorkerId, deployment: DeploymentId, slot: u32 },
-    RestartScheduled { deployment: DeploymentId, slot: u32, wait: Duration },
-    CrashLoopEntered { deployment: DeploymentId, slot: u32, deaths: u32 },
-    CrashLoopLeft { deployment: DeploymentId, slot: u32 },
-    StepFailed { worker: WorkerId, message: String },
-    RequestsResumed { worker: WorkerId, requests: usize },
-    RequestPoisonous { request: RequestId, deaths: u32 },
-    DeploymentActivated { deployment: DeploymentId, revision: String, replaces: Option<DeploymentId> },
-    DeploymentRetired { deployment: DeploymentId, revision: String },
-    DeploymentFailed { deployment: DeploymentId, reason: String },
-    RolloutBegan { deployment: DeploymentId, model_dir: PathBuf, strategy: &'static str },
-    RolloutPhase { deployment: DeploymentId, phase: RolloutPhase, detail: String },
+    WorkerStopped {
+        worker: WorkerId,
+        deployment: DeploymentId,
+        slot: u32,
+    },
+    RestartScheduled {
+        deployment: DeploymentId,
+        slot: u32,
+        wait: Duration,
+    },
+    CrashLoopEntered {
+        deployment: DeploymentId,
+        slot: u32,
+        deaths: u32,
+    },
+    CrashLoopLeft {
+        deployment: DeploymentId,
+        slot: u32,
+    },
+    StepFailed {
+        worker: WorkerId,
+        message: String,
+    },
+    RequestsResumed {
+        worker: WorkerId,
+        requests: usize,
+    },
+    RequestPoisonous {
+        request: RequestId,
+        deaths: u32,
+    },
+    DeploymentActivated {
+        deployment: DeploymentId,
+        revision: String,
+        replaces: Option<DeploymentId>,
+    },
+    DeploymentRetired {
+        deployment: DeploymentId,
+        revision: String,
+    },
+    DeploymentFailed {
+        deployment: DeploymentId,
+        reason: String,
+    },
+    RolloutBegan {
+        deployment: DeploymentId,
+        model_dir: PathBuf,
+        strategy: &'static str,
+    },
+    RolloutPhase {
+        deployment: DeploymentId,
+        phase: RolloutPhase,
+        detail: String,
+    },
     /// The candidate is the active deployment, and was observed as long as was asked.
-    RolloutCompleted { deployment: DeploymentId, revision: String, elapsed: Duration, cut_over: Option<CutOver> },
+    RolloutCompleted {
+        deployment: DeploymentId,
+        revision: String,
+        elapsed: Duration,
+        cut_over: Option<CutOver>,
+    },
     /// The links that a restart follows could not be written.
-    CommitFailed { deployment: DeploymentId, reason: String },
-    RolledBack { deployment: DeploymentId, revision: String, reason: String, restored: bool },
-    Draining { requests: usize, patience: Duration },
-    Drained { finished: u64, failed: u64 },
+    CommitFailed {
+        deployment: DeploymentId,
+        reason: String,
+    },
+    RolledBack {
+        deployment: DeploymentId,
+        revision: String,
+        reason: String,
+        restored: bool,
+    },
+    Draining {
+        requests: usize,
+        patience: Duration,
+    },
+    Drained {
+        finished: u64,
+        failed: u64,
+    },
 }
 
 /// The log line of an event.

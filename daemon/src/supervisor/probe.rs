@@ -115,9 +115,7 @@ fn faster(a: Option<Duration>, b: Option<Duration>) -> Option<Duration> {
     a.into_iter().chain(b).min()
 }
 
-async fn ask(
-    fleet: &FleetHandle, deployment: &Arc<Deployment>, probe: &Probe, strict: bool,
-) -> Result<Answer, String> {
+async fn ask(fleet: &FleetHandle, deployment: &Arc<Deployment>, probe: &Probe, strict: bool) -> Result<Answer, String> {
     let sampling = SamplingParams {
         max_tokens: probe.max_tokens,
         eos_token_ids: deployment.text.eos_token_ids().to_vec(),

@@ -267,7 +267,8 @@ mod tests {
     fn expert_counts_of_workers_add_up() {
         let mut sum = StepStats::default();
         for _ in 0..2 {
-            let of = StepStats { generated_tokens: 5, expert_tokens: vec![vec![1, 2], vec![3, 4]], ..Default::default() };
+            let of =
+                StepStats { generated_tokens: 5, expert_tokens: vec![vec![1, 2], vec![3, 4]], ..Default::default() };
             add_counters(&mut sum, &of);
         }
         assert_eq!(sum.generated_tokens, 10);

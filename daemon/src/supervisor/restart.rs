@@ -82,7 +82,10 @@ impl RestartState {
 
 /// The one decision.
 pub(super) fn on(
-    state: RestartState, event: RestartEvent, now: Instant, settings: &RestartSettings,
+    state: RestartState,
+    event: RestartEvent,
+    now: Instant,
+    settings: &RestartSettings,
 ) -> (RestartState, Vec<RestartEffect>) {
     use RestartEffect as Effect;
     use RestartState as State;
@@ -131,7 +134,9 @@ pub(super) fn on(
         }
 
         // Nothing is due; or a process ended that nobody wants any more.
-        (state @ (State::Stopped | State::Waiting { .. } | State::Running { .. }), RestartEvent::Tick) => (state, vec![]),
+        (state @ (State::Stopped | State::Waiting { .. } | State::Running { .. }), RestartEvent::Tick) => {
+            (state, vec![])
+        }
         (state @ (State::Stopped | State::Waiting { .. }), RestartEvent::Died | RestartEvent::Replaced) => {
             (state, vec![])
         }

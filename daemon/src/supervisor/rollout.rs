@@ -205,7 +205,12 @@ pub(super) enum Rollout {
     Probing(Attempt),
     Soaking(Attempt),
     /// Stop-first on its way back: first the candidate's workers leave, then the old deployment's are started.
-    Restoring { attempt: Attempt, cleared: bool, from: RolloutPhase, reason: String },
+    Restoring {
+        attempt: Attempt,
+        cleared: bool,
+        from: RolloutPhase,
+        reason: String,
+    },
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -213,15 +218,29 @@ pub(super) enum RolloutEvent {
     /// Somebody wants a rollout.
     Begin(Attempt),
     /// The candidate's files are right and there is room for it.
-    Verified { of: DeploymentId, beside: bool },
+    Verified {
+        of: DeploymentId,
+        beside: bool,
+    },
     /// All workers of the deployment have left.
-    Gone { of: DeploymentId },
+    Gone {
+        of: DeploymentId,
+    },
     /// All workers of the deployment are ready.
-    Ready { of: DeploymentId },
-    Probed { of: DeploymentId },
+    Ready {
+        of: DeploymentId,
+    },
+    Probed {
+        of: DeploymentId,
+    },
     /// Verification, load or probe failed, a worker was lost, a rule was broken.
-    Failed { of: DeploymentId, reason: String },
-    Rollback { reason: String },
+    Failed {
+        of: DeploymentId,
+        reason: String,
+    },
+    Rollback {
+        reason: String,
+    },
     Tick,
 }
 
@@ -236,7 +255,11 @@ pub(super) enum RolloutEffect {
     Load(DeploymentId),
     Probe(DeploymentId),
     /// From now on new requests go to it (or its share of them does).
-    CutOver { to: DeploymentId, from: DeploymentId, canary: Option<u32> },
+    CutOver {
+        to: DeploymentId,
+        from: DeploymentId,
+        canary: Option<u32>,
+    },
     /// New requests go to it, all of them.
     Route(DeploymentId),
     /// Takes no new requests, ends what it began, then is forgotten.
@@ -244,9 +267,17 @@ pub(super) enum RolloutEffect {
     /// Its workers leave at once; it is forgotten. It never served.
     Discard(DeploymentId),
     /// Write down that `current` is the revision to come back with, and `previous` the one before.
-    Commit { current: DeploymentId, previous: DeploymentId },
+    Commit {
+        current: DeploymentId,
+        previous: DeploymentId,
+    },
     Completed(DeploymentId),
-    RolledBack { of: DeploymentId, phase: RolloutPhase, reason: String, restored: bool },
+    RolledBack {
+        of: DeploymentId,
+        phase: RolloutPhase,
+        reason: String,
+        restored: bool,
+    },
     Role(DeploymentId, DeploymentRole),
 }
 
@@ -313,8 +344,7 @@ pub(super) fn on(state: &Rollout, event: RolloutEvent, now: Instant, timeouts: &
 
         (Rollout::Clearing(attempt), Event::Gone { of }) if of == attempt.replaces => {
             let attempt = Attempt { deadline: until(timeouts.load), ..attempt.clone() };
-            let effects =
-                vec![Effect::Role(attempt.replaces, DeploymentRole::Parked), Effect::Load(attempt.candidate)];
+            let effects = vec![Effect::Role(attempt.replaces, DeploymentRole::Parked), Effect::Load(attempt.candidate)];
             Ok((Rollout::Loading(attempt), effects))
         }
 
@@ -346,27 +376,40 @@ pub(super) fn on(state: &Rollout, event: RolloutEvent, now: Instant, timeouts: &
         (Rollout::Soaking(attempt), Event::Rollback { reason }) => Ok(back(state, attempt, reason, now, timeouts)),
 
         (
-            Rollout::Verifying(attempt) | Rollout::Clearing(attempt) | Rollout::Loading(attempt) | Rollout::Probing(attempt),
+            Rollout::Verifying(attempt)
+            | Rollout::Clearing(attempt)
+            | Rollout::Loading(attempt)
+            | Rollout::Probing(attempt),
             Event::Tick,
         ) if now >= attempt.deadline => {
             let reason = format!("{} took too long", state.phase());
             Ok(back(state, attempt, reason, now, timeouts))
         }
         (
-            Rollout::Verifying(attempt) | Rollout::Clearing(attempt) | Rollout::Loading(attempt) | Rollout::Probing(attempt),
+            Rollout::Verifying(attempt)
+            | Rollout::Clearing(attempt)
+            | Rollout::Loading(attempt)
+            | Rollout::Probing(attempt),
             Event::Failed { of, reason },
         ) if of == attempt.candidate => Ok(back(state, attempt, reason, now, timeouts)),
         (
-            Rollout::Verifying(attempt) | Rollout::Clearing(attempt) | Rollout::Loading(attempt) | Rollout::Probing(attempt),
+            Rollout::Verifying(attempt)
+            | Rollout::Clearing(attempt)
+            | Rollout::Loading(attempt)
+            | Rollout::Probing(attempt),
             Event::Rollback { reason },
         ) => Ok(back(state, attempt, reason, now, timeouts)),
 
-        (Rollout::Restoring { attempt, cleared: false, from, reason }, Event::Gone { of }) if of == attempt.candidate => {
+        (Rollout::Restoring { attempt, cleared: false, from, reason }, Event::Gone { of })
+            if of == attempt.candidate =>
+        {
             let effects = vec![Effect::Load(attempt.replaces)];
             let (attempt, from, reason) = (attempt.clone(), *from, reason.clone());
             Ok((Rollout::Restoring { attempt, cleared: true, from, reason }, effects))
         }
-        (Rollout::Restoring { attempt, cleared: true, from, reason }, Event::Ready { of }) if of == attempt.replaces => {
+        (Rollout::Restoring { attempt, cleared: true, from, reason }, Event::Ready { of })
+            if of == attempt.replaces =>
+        {
             let effects = vec![
                 Effect::Route(attempt.replaces),
                 Effect::RolledBack { of: attempt.candidate, phase: *from, reason: reason.clone(), restored: true },
@@ -422,7 +465,11 @@ fn completion(attempt: &Attempt) -> Vec<RolloutEffect> {
 
 /// The way back from wherever it is.
 fn back(
-    state: &Rollout, attempt: &Attempt, reason: String, now: Instant, timeouts: &RolloutTimeouts,
+    state: &Rollout,
+    attempt: &Attempt,
+    reason: String,
+    now: Instant,
+    timeouts: &RolloutTimeouts,
 ) -> (Rollout, Vec<RolloutEffect>) {
     use RolloutEffect as Effect;
     let phase = state.phase();

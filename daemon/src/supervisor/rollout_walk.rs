@@ -319,5 +319,8 @@ fn a_rollout_without_observation_completes_at_the_cut_over() {
     let (next, effects) = on(&state, RolloutEvent::Probed { of: NEW }, now, &timeouts).expect("probed");
     assert_eq!(next, Rollout::Steady);
     assert_eq!(effects[0], RolloutEffect::CutOver { to: NEW, from: OLD, canary: None });
-    assert!(effects.contains(&RolloutEffect::Commit { current: NEW, previous: OLD }) && effects.contains(&RolloutEffect::Retire(OLD)));
+    assert!(
+        effects.contains(&RolloutEffect::Commit { current: NEW, previous: OLD })
+            && effects.contains(&RolloutEffect::Retire(OLD))
+    );
 }

@@ -227,9 +227,7 @@ impl Supervisor {
         self.rollout_event(RolloutEvent::Verified { of, beside }, now);
     }
 
-    fn placement(
-        &self, serving: &DeploymentEntry, opened: &OpenedModel, asked: Strategy,
-    ) -> Result<Placement, String> {
+    fn placement(&self, serving: &DeploymentEntry, opened: &OpenedModel, asked: Strategy) -> Result<Placement, String> {
         let beside = match asked {
             Strategy::Auto => None,
             Strategy::SideBySide => Some(true),
@@ -309,10 +307,8 @@ impl Supervisor {
             RolloutEffect::Retire(id) => self.retire(id, now + RETIRE_GRACE),
             RolloutEffect::Discard(id) => {
                 self.retire(id, now);
-                let failure = super::GenerationFailure {
-                    message: "the candidate was rolled back".to_string(),
-                    retryable: true,
-                };
+                let failure =
+                    super::GenerationFailure { message: "the candidate was rolled back".to_string(), retryable: true };
                 self.requests.fail_all(Some(id), false, &failure);
                 self.unwant_workers(id);
             }

@@ -7,9 +7,7 @@ use super::dispatch::Requests;
 use super::liveness::{self, LivenessSettings, Signs, Verdict};
 use super::restart::{self, RestartEffect, RestartEvent, RestartState};
 use super::worker::{self, WorkerEvent, WorkerLink};
-use super::{
-    FleetEvent, LEAVE_PATIENCE, Supervisor, WorkerFailure, publish::add_counters, unix_now,
-};
+use super::{FleetEvent, LEAVE_PATIENCE, Supervisor, WorkerFailure, publish::add_counters, unix_now};
 use ernie_proto::ids::{DeploymentId, WorkerId};
 use ernie_proto::worker::{FromWorker, Hello, LoadProgress, StepReport, StepStats, ToWorker};
 use tokio::time::Instant;
@@ -58,7 +56,10 @@ pub(super) enum Stage {
     /// Ready, but gets no new requests; leaves when it has none.
     Draining,
     /// Is being ended. Whatever it still says is ignored.
-    Ending { cause: Ending, kill_at: Option<Instant> },
+    Ending {
+        cause: Ending,
+        kill_at: Option<Instant>,
+    },
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -73,13 +74,7 @@ pub(super) enum Ending {
 
 impl Slot {
     fn new() -> Self {
-        Self {
-            restart: RestartState::Stopped,
-            live: None,
-            restarts: 0,
-            last_failure: None,
-            base: StepStats::default(),
-        }
+        Self { restart: RestartState::Stopped, live: None, restarts: 0, last_failure: None, base: StepStats::default() }
     }
 
     pub(super) fn serves(&self) -> bool {
@@ -499,8 +494,7 @@ impl Supervisor {
                 }
                 continue;
             }
-            if let Verdict::Stalled(stall) =
-                liveness::verdict(live.signs(now, &self.requests), &self.settings.liveness)
+            if let Verdict::Stalled(stall) = liveness::verdict(live.signs(now, &self.requests), &self.settings.liveness)
             {
                 self.counters.workers_stalled += 1;
                 let doing = match &live.load {

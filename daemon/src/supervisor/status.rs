@@ -209,9 +209,13 @@ pub enum WorkerState {
     /// Being ended.
     Stopping,
     /// Waits before the next start.
-    Backoff { wait: Duration },
+    Backoff {
+        wait: Duration,
+    },
     /// Died too often; tries again after a long wait.
-    CrashLoop { wait: Duration },
+    CrashLoop {
+        wait: Duration,
+    },
     /// Will not be started again by itself.
     Failed,
     /// Not wanted at the moment.

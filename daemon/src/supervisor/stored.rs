@@ -82,7 +82,10 @@ fn probes(text: &TextModel, suite: &SmokeSuite) -> Result<Vec<Probe>, String> {
             SmokeText::Prompt(plain) => text.encode(plain, true),
             SmokeText::Messages(messages) if text.template().is_some() => {
                 let conversation = Conversation {
-                    messages: messages.iter().map(|(role, content)| json!({"role": role, "content": content})).collect(),
+                    messages: messages
+                        .iter()
+                        .map(|(role, content)| json!({"role": role, "content": content}))
+                        .collect(),
                     add_generation_prompt: Some(true),
                     ..Conversation::default()
                 };

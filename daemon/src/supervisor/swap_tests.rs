@@ -105,7 +105,10 @@ fn reason(outcome: &RolloutOutcome) -> &str {
 }
 
 /// Requests at a steady pace until told to stop; checks that each answer is wholly of the model it was given to.
-async fn steady_load(fleet: Arc<Fleet>, stop: tokio_util::sync::CancellationToken) -> std::collections::BTreeMap<String, u32> {
+async fn steady_load(
+    fleet: Arc<Fleet>,
+    stop: tokio_util::sync::CancellationToken,
+) -> std::collections::BTreeMap<String, u32> {
     let mut running = tokio::task::JoinSet::new();
     let mut n = 0;
     while !stop.is_cancelled() {
@@ -158,7 +161,13 @@ async fn a_candidate_that_fails_anywhere_leaves_the_old_revision_as_it_is() {
         ("sick", Fault::FatalWhileLoading("tensor x is missing"), Models::default(), RolloutPhase::Loading, "tensor x"),
         ("sick", Fault::CrashWhileLoading, Models::default(), RolloutPhase::Loading, "closed its socket"),
         ("sick", Fault::StallWhileLoading, Models::default(), RolloutPhase::Loading, "loaded no byte for 90s"),
-        ("sick", Fault::CrashAfterSteps(3, ""), Models::default(), RolloutPhase::Probing, "one of its workers was lost"),
+        (
+            "sick",
+            Fault::CrashAfterSteps(3, ""),
+            Models::default(),
+            RolloutPhase::Probing,
+            "one of its workers was lost",
+        ),
         ("sick", Fault::HangAfterSteps(3), Models::default(), RolloutPhase::Probing, "one of its workers was lost"),
         ("sick", Fault::StepErrorsAfter(3), Models::default(), RolloutPhase::Probing, "one of its workers was lost"),
         ("sick", Fault::NotFinite, Models::default(), RolloutPhase::Probing, "not finite"),
@@ -276,11 +285,8 @@ async fn what_does_not_fit_is_refused_before_anything_is_touched() {
 async fn a_canary_takes_its_share_of_the_keys_and_is_promoted() {
     let fleet = fleet(Fault::None);
     fleet.active().await;
-    let candidate = fleet
-        .handle
-        .swap(SwapRequest { canary: Some(2_000), ..observed("r2", 60) })
-        .await
-        .expect("it begins");
+    let candidate =
+        fleet.handle.swap(SwapRequest { canary: Some(2_000), ..observed("r2", 60) }).await.expect("it begins");
     let status = fleet.status_where(|s| s.rollout.phase == RolloutPhase::Soaking).await;
     assert_eq!(status.rollout.canary, Some(2_000));
     assert_eq!(status.deployment(candidate).expect("it serves").role, DeploymentRole::Canary);

@@ -66,7 +66,10 @@ impl Fleet {
     }
 
     pub(super) fn with_models(
-        settings: SupervisorSettings, workers: ScriptedWorkers, spec: DeploymentSpec, source: ModelSource,
+        settings: SupervisorSettings,
+        workers: ScriptedWorkers,
+        spec: DeploymentSpec,
+        source: ModelSource,
     ) -> Self {
         let recorder = Arc::new(Recorder::default());
         let handle = start_with(settings, Arc::new(workers.clone()), vec![recorder.clone()], spec, source);

@@ -173,7 +173,10 @@ pub(super) struct WorkerLink {
 
 /// Starts a worker and its task.
 pub(super) fn start(
-    spawner: Arc<dyn SpawnWorker>, id: WorkerId, outbox_max: usize, events: mpsc::Sender<(WorkerId, WorkerEvent)>,
+    spawner: Arc<dyn SpawnWorker>,
+    id: WorkerId,
+    outbox_max: usize,
+    events: mpsc::Sender<(WorkerId, WorkerEvent)>,
 ) -> WorkerLink {
     let (to, outbox) = mpsc::channel(outbox_max);
     let kill = CancellationToken::new();
@@ -188,8 +191,11 @@ pub(super) fn start(
 
 /// A worker's whole life; returns how it ended.
 async fn live(
-    spawner: &dyn SpawnWorker, id: WorkerId, outbox: mpsc::Receiver<ToWorker>,
-    events: &mpsc::Sender<(WorkerId, WorkerEvent)>, killed: CancellationToken,
+    spawner: &dyn SpawnWorker,
+    id: WorkerId,
+    outbox: mpsc::Receiver<ToWorker>,
+    events: &mpsc::Sender<(WorkerId, WorkerEvent)>,
+    killed: CancellationToken,
 ) -> (String, Vec<String>) {
     let SpawnedWorker { pid, pipe, stderr, mut process } = match spawner.spawn(id) {
         Ok(spawned) => spawned,
@@ -249,14 +255,13 @@ fn framing() -> LengthDelimitedCodec {
 }
 
 /// Reads until the worker stops making sense; says why.
-async fn read(
-    id: WorkerId, from: impl AsyncRead + Unpin, events: &mpsc::Sender<(WorkerId, WorkerEvent)>,
-) -> String {
+async fn read(id: WorkerId, from: impl AsyncRead + Unpin, events: &mpsc::Sender<(WorkerId, WorkerEvent)>) -> String {
     let mut frames = FramedRead::with_capacity(from, framing(), 64 << 10);
     while let Some(frame) = frames.next().await {
-        let message = match frame.map_err(|error| error.to_string()).and_then(|payload| {
-            frame::decode::<FromWorker>(&payload).map_err(|error| error.to_string())
-        }) {
+        let message = match frame
+            .map_err(|error| error.to_string())
+            .and_then(|payload| frame::decode::<FromWorker>(&payload).map_err(|error| error.to_string()))
+        {
             Ok(message) => message,
             Err(error) => return format!("it broke the protocol: {error}"),
         };

@@ -29,9 +29,7 @@ const EXPERTS_INTERVAL: Duration = Duration::from_secs(1);
 const STEP_RETRY_WAIT: Duration = Duration::from_millis(20);
 
 /// Loads the model, telling how far it is, then tells what was loaded.
-pub(super) fn load(
-    load: Load, outbox: &Outbox,
-) -> Result<(Engine<Beating<CpuRunner>>, Arc<AtomicU64>), String> {
+pub(super) fn load(load: Load, outbox: &Outbox) -> Result<(Engine<Beating<CpuRunner>>, Arc<AtomicU64>), String> {
     let mut phases = Phases::default();
     let mut told = Instant::now();
     let mut last = None;
@@ -108,7 +106,10 @@ pub(super) fn serve<R: ModelRunner>(mut engine: Engine<R>, inbox: &Inbox, outbox
 
 /// Does what a message asks. True if figures changed without a step.
 fn take<R: ModelRunner>(
-    message: ToWorker, engine: &mut Engine<R>, outbox: &Outbox, outputs: &mut StepOutputs,
+    message: ToWorker,
+    engine: &mut Engine<R>,
+    outbox: &Outbox,
+    outputs: &mut StepOutputs,
 ) -> Result<bool, String> {
     match message {
         ToWorker::Submit(submit) => {
@@ -135,15 +136,17 @@ fn take<R: ModelRunner>(
 }
 
 /// Gives a request to the engine; the reason if it does not take it.
-fn submit_to<R: ModelRunner>(
-    engine: &mut Engine<R>, submit: Submit,
-) -> Option<(ernie_proto::ids::RequestId, String)> {
+fn submit_to<R: ModelRunner>(engine: &mut Engine<R>, submit: Submit) -> Option<(ernie_proto::ids::RequestId, String)> {
     let request = submit.request;
     engine.add(wire::request(submit)).err().map(|error| (request, error.to_string()))
 }
 
 fn report<R: ModelRunner>(
-    engine: &Engine<R>, outputs: &mut StepOutputs, took: Duration, experts: bool, outbox: &Outbox,
+    engine: &Engine<R>,
+    outputs: &mut StepOutputs,
+    took: Duration,
+    experts: bool,
+    outbox: &Outbox,
 ) -> Result<(), String> {
     let mut stats = wire::stats(&engine.stats());
     stats.tokens = outputs.tokens;
