@@ -20,7 +20,9 @@ pub(crate) struct Cli {
 #[derive(Debug, Subcommand)]
 pub(crate) enum Verb {
     /// Everything at a glance: model, workers, queue, KV, throughput
-    #[command(after_help = "Examples:\n  ernie-ctl status\n  ernie-ctl status --json | jq .kv.usage\n  ernie-ctl status --check && echo ready")]
+    #[command(
+        after_help = "Examples:\n  ernie-ctl status\n  ernie-ctl status --json | jq .kv.usage\n  ernie-ctl status --check && echo ready"
+    )]
     Status {
         /// Exit with 4 when the daemon is not ready
         #[arg(long)]
@@ -53,19 +55,25 @@ pub(crate) enum Verb {
     /// Read the configuration file again and apply what can be applied, or nothing
     Reload,
     /// Settings: where they come from, what a reload would change
-    #[command(after_help = "Examples:\n  ernie-ctl config show --origin\n  ernie-ctl config diff\n  ernie-ctl config set logging.level debug\n  ernie-ctl config set logging.level --unset")]
+    #[command(
+        after_help = "Examples:\n  ernie-ctl config show --origin\n  ernie-ctl config diff\n  ernie-ctl config set logging.level debug\n  ernie-ctl config set logging.level --unset"
+    )]
     Config {
         #[command(subcommand)]
         act: ConfigAct,
     },
     /// The log: level, rotation, last lines
-    #[command(after_help = "Examples:\n  ernie-ctl logs level info,ernied::supervisor=debug\n  ernie-ctl logs rotate\n  ernie-ctl logs tail -n 50 --follow")]
+    #[command(
+        after_help = "Examples:\n  ernie-ctl logs level info,ernied::supervisor=debug\n  ernie-ctl logs rotate\n  ernie-ctl logs tail -n 50 --follow"
+    )]
     Logs {
         #[command(subcommand)]
         act: LogsAct,
     },
     /// API keys
-    #[command(after_help = "Examples:\n  ernie-ctl key create chat-app --rpm 600 --daily-tokens 2000000\n  ernie-ctl key list\n  ernie-ctl key revoke chat-app")]
+    #[command(
+        after_help = "Examples:\n  ernie-ctl key create chat-app --rpm 600 --daily-tokens 2000000\n  ernie-ctl key list\n  ernie-ctl key revoke chat-app"
+    )]
     Key {
         #[command(subcommand)]
         act: KeyAct,
@@ -77,13 +85,17 @@ pub(crate) enum Verb {
         days: u32,
     },
     /// Who did what: list, show, verify, export
-    #[command(after_help = "Examples:\n  ernie-ctl audit list --act key\n  ernie-ctl audit show 42\n  ernie-ctl audit verify\n  ernie-ctl audit export > audit.jsonl")]
+    #[command(
+        after_help = "Examples:\n  ernie-ctl audit list --act key\n  ernie-ctl audit show 42\n  ernie-ctl audit verify\n  ernie-ctl audit export > audit.jsonl"
+    )]
     Audit {
         #[command(subcommand)]
         act: AuditAct,
     },
     /// Replace the model by another one, without a lost request
-    #[command(after_help = "Examples:\n  ernie-ctl swap models/ERNIE-4.5-0.3B-PT-v2 --observe 600\n  ernie-ctl swap models/v2 --canary 10")]
+    #[command(
+        after_help = "Examples:\n  ernie-ctl swap models/ERNIE-4.5-0.3B-PT-v2 --observe 600\n  ernie-ctl swap models/v2 --canary 10"
+    )]
     Swap(SwapArgs),
     /// Go back to the previous model
     Rollback {
@@ -105,10 +117,14 @@ pub(crate) enum Verb {
     #[command(after_help = "Examples:\n  ernie-ctl chat\n  ernie-ctl chat -m 请用一句话介绍人工智能")]
     Chat(ChatArgs),
     /// Look for what is wrong, with the command that mends it; works with the daemon down
-    #[command(after_help = "Examples:\n  ernie-ctl doctor\n  ernie-ctl doctor --model models/ERNIE-4.5-0.3B-PT --port 8000")]
+    #[command(
+        after_help = "Examples:\n  ernie-ctl doctor\n  ernie-ctl doctor --model models/ERNIE-4.5-0.3B-PT --port 8000"
+    )]
     Doctor(DoctorArgs),
     /// Load the API and measure it
-    #[command(after_help = "Examples:\n  ernie-ctl bench --profile a10-512-256\n  ernie-ctl bench --concurrency 16 --input 128 --output 64 --requests 64\n  ernie-ctl bench --compare http://other:8000 --profile c100-320")]
+    #[command(
+        after_help = "Examples:\n  ernie-ctl bench --profile a10-512-256\n  ernie-ctl bench --concurrency 16 --input 128 --output 64 --requests 64\n  ernie-ctl bench --compare http://other:8000 --profile c100-320"
+    )]
     Bench(BenchArgs),
     /// Print a completion script for a shell
     Completions { shell: clap_complete::Shell },

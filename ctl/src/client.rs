@@ -136,13 +136,21 @@ impl Api {
 
     pub(crate) async fn connect(&self) -> Result<SendRequest<Full<Bytes>>> {
         let stream = TcpStream::connect((self.host.as_str(), self.port)).await.map_err(|e| {
-            Unreachable(format!("http://{}:{}: {e}; is the server running there? --url names another", self.host, self.port))
+            Unreachable(format!(
+                "http://{}:{}: {e}; is the server running there? --url names another",
+                self.host, self.port
+            ))
         })?;
         stream.set_nodelay(true)?;
         handshake(stream).await
     }
 
-    pub(crate) fn request(&self, method: Method, path: &str, body: Option<&serde_json::Value>) -> Result<Request<Full<Bytes>>> {
+    pub(crate) fn request(
+        &self,
+        method: Method,
+        path: &str,
+        body: Option<&serde_json::Value>,
+    ) -> Result<Request<Full<Bytes>>> {
         let mut request = Request::builder()
             .method(method)
             .uri(format!("{}{path}", self.base))
@@ -156,7 +164,12 @@ impl Api {
     }
 
     /// One exchange on its own connection; an error status is an error with the server's message.
-    pub(crate) async fn send(&self, method: Method, path: &str, body: Option<&serde_json::Value>) -> Result<Response<Incoming>> {
+    pub(crate) async fn send(
+        &self,
+        method: Method,
+        path: &str,
+        body: Option<&serde_json::Value>,
+    ) -> Result<Response<Incoming>> {
         let mut sender = self.connect().await?;
         let response = sender.send_request(self.request(method, path, body)?).await?;
         if response.status().is_success() {
@@ -171,7 +184,12 @@ impl Api {
         bail!("the API answered {status}: {message}")
     }
 
-    pub(crate) async fn json(&self, method: Method, path: &str, body: Option<&serde_json::Value>) -> Result<serde_json::Value> {
+    pub(crate) async fn json(
+        &self,
+        method: Method,
+        path: &str,
+        body: Option<&serde_json::Value>,
+    ) -> Result<serde_json::Value> {
         let response = self.send(method, path, body).await?;
         Ok(serde_json::from_slice(&response.into_body().collect().await?.to_bytes())?)
     }

@@ -87,9 +87,8 @@ pub fn command() -> Command {
 }
 
 fn with_settings(command: Command) -> Command {
-    let mut command = command
-        .arg(Arg::new("MODEL").help("folder of the model, the same as --model").conflicts_with("model"))
-        .arg(
+    let mut command =
+        command.arg(Arg::new("MODEL").help("folder of the model, the same as --model").conflicts_with("model")).arg(
             Arg::new("config")
                 .long("config")
                 .value_name("FILE")
@@ -104,7 +103,9 @@ fn with_settings(command: Command) -> Command {
         }
         command = command.arg(flag(s.flag, s.kind, help));
         if s.kind == Kind::Switch {
-            command = command.arg(Arg::new(no(s.flag)).long(no(s.flag)).action(ArgAction::SetTrue).hide(true).overrides_with(s.flag));
+            command = command.arg(
+                Arg::new(no(s.flag)).long(no(s.flag)).action(ArgAction::SetTrue).hide(true).overrides_with(s.flag),
+            );
         }
     }
     for c in COMPAT {
@@ -264,10 +265,30 @@ mod tests {
     #[test]
     fn a_command_line_of_vllm_starts_ernied() {
         let l = layer(&[
-            "/models/ernie", "--served-model-name", "a", "b", "--host", "0.0.0.0", "--port=8001", "--max_model_len", "8192",
-            "--max-num-seqs", "256", "--dtype", "bfloat16", "--gpu-memory-utilization", "0.92", "--enforce-eager",
-            "--tensor-parallel-size", "1", "--enable-prefix-caching", "--disable-log-stats", "--disable-log-requests",
-            "--swap-space", "4", "--trust-remote-code",
+            "/models/ernie",
+            "--served-model-name",
+            "a",
+            "b",
+            "--host",
+            "0.0.0.0",
+            "--port=8001",
+            "--max_model_len",
+            "8192",
+            "--max-num-seqs",
+            "256",
+            "--dtype",
+            "bfloat16",
+            "--gpu-memory-utilization",
+            "0.92",
+            "--enforce-eager",
+            "--tensor-parallel-size",
+            "1",
+            "--enable-prefix-caching",
+            "--disable-log-stats",
+            "--disable-log-requests",
+            "--swap-space",
+            "4",
+            "--trust-remote-code",
         ])
         .expect("taken");
         assert_eq!(text(&l, "model.path"), "/models/ernie");

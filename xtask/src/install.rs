@@ -36,7 +36,9 @@ pub(crate) fn run(sh: &Shell, source: &Path, arguments: &[String]) -> Result<()>
             "--prefix" => places.prefix = PathBuf::from(value()?),
             "--profile" => value()?.clone_into(&mut profile),
             "--no-build" => build = false,
-            other => bail!("unknown argument {other:?}; usage: cargo xtask install [--root DIR] [--prefix /usr] [--profile release] [--no-build]"),
+            other => bail!(
+                "unknown argument {other:?}; usage: cargo xtask install [--root DIR] [--prefix /usr] [--profile release] [--no-build]"
+            ),
         }
     }
     if build {

@@ -15,7 +15,10 @@ pub(super) async fn run(admin: &Admin, json: bool, act: ConfigAct) -> Result<Exi
             show(json, &reply, |r| {
                 let value = |v: &Option<String>| v.clone().unwrap_or_default();
                 if origin {
-                    let rows = r.settings.iter().map(|s| vec![s.key.clone(), value(&s.value), s.origin.clone(), s.change.clone()]);
+                    let rows = r
+                        .settings
+                        .iter()
+                        .map(|s| vec![s.key.clone(), value(&s.value), s.origin.clone(), s.change.clone()]);
                     table(&["KEY", "VALUE", "ORIGIN", "A CHANGE NEEDS"], rows)
                 } else {
                     table(&["KEY", "VALUE"], r.settings.iter().map(|s| vec![s.key.clone(), value(&s.value)]))

@@ -62,7 +62,12 @@ pub(super) async fn run(admin: &Admin, json: bool, args: DoctorArgs) -> Result<E
             findings.extend(crashes(s));
             findings.push(api(s).await);
         }
-        Err(e) => findings.push(note("daemon", format!("{e:#}"), "the other checks work without it", "systemctl start ernied")),
+        Err(e) => findings.push(note(
+            "daemon",
+            format!("{e:#}"),
+            "the other checks work without it",
+            "systemctl start ernied",
+        )),
     }
     findings.push(port(args.port, status.as_ref().ok()));
     match &model {
@@ -71,7 +76,12 @@ pub(super) async fn run(admin: &Admin, json: bool, args: DoctorArgs) -> Result<E
             findings.push(disk(dir));
             findings.push(memory(dir));
         }
-        None => findings.push(note("model", "no model folder is known", "it can not be looked at", "ernie-ctl doctor --model DIR")),
+        None => findings.push(note(
+            "model",
+            "no model folder is known",
+            "it can not be looked at",
+            "ernie-ctl doctor --model DIR",
+        )),
     }
     findings.push(cpu(status.as_ref().ok()));
     findings.push(limits(status.as_ref().ok()));
@@ -110,7 +120,12 @@ fn daemon(s: &Status) -> Finding {
         return ok("daemon", format!("{} {} serves, up {}", s.version, s.pid, seconds(s.uptime_seconds)));
     }
     let reason = s.reason.clone().unwrap_or_default();
-    wrong("daemon", format!("{}: {reason}", s.state), "requests are refused or held", "ernie-ctl status; journalctl -u ernied -n 50")
+    wrong(
+        "daemon",
+        format!("{}: {reason}", s.state),
+        "requests are refused or held",
+        "ernie-ctl status; journalctl -u ernied -n 50",
+    )
 }
 
 fn crashes(s: &Status) -> Vec<Finding> {
@@ -122,7 +137,9 @@ fn crashes(s: &Status) -> Vec<Finding> {
         .map(|(w, f)| {
             let matters = "requests went on elsewhere, but each death costs a load of the model";
             let mend = match f.reason.as_str() {
-                r if r.contains("SIGKILL") => "dmesg | grep -i 'out of memory'; lower --gpu-memory-utilization or --max-num-seqs",
+                r if r.contains("SIGKILL") => {
+                    "dmesg | grep -i 'out of memory'; lower --gpu-memory-utilization or --max-num-seqs"
+                }
                 r if r.contains("SIGBUS") => "check the model's disk; a file was cut short under the running daemon",
                 _ => "ernie-ctl workers; ernie-ctl audit list --act worker",
             };
@@ -132,7 +149,9 @@ fn crashes(s: &Status) -> Vec<Finding> {
 }
 
 async fn api(s: &Status) -> Finding {
-    let Some(url) = s.listening.first() else { return note("api", "the daemon listens nowhere", "no client can come", "--port 8000") };
+    let Some(url) = s.listening.first() else {
+        return note("api", "the daemon listens nowhere", "no client can come", "--port 8000");
+    };
     let began = Instant::now();
     let asked = async {
         let api = Api::new(url, None)?;
@@ -140,8 +159,18 @@ async fn api(s: &Status) -> Finding {
     };
     match tokio::time::timeout(Duration::from_secs(5), asked).await {
         Ok(Ok(_)) => ok("api", format!("{url} answers in {}", seconds(began.elapsed().as_secs_f64()))),
-        Ok(Err(e)) => wrong("api", format!("{url}: {e:#}"), "clients can not reach it from here", "check --host, firewalls, network namespaces"),
-        Err(_) => wrong("api", format!("{url} does not answer within 5 s"), "clients time out", "ernie-ctl top; is the machine out of memory or CPU?"),
+        Ok(Err(e)) => wrong(
+            "api",
+            format!("{url}: {e:#}"),
+            "clients can not reach it from here",
+            "check --host, firewalls, network namespaces",
+        ),
+        Err(_) => wrong(
+            "api",
+            format!("{url} does not answer within 5 s"),
+            "clients time out",
+            "ernie-ctl top; is the machine out of memory or CPU?",
+        ),
     }
 }
 
@@ -150,7 +179,9 @@ fn port(port: u16, status: Option<&Status>) -> Finding {
         return ok("port", format!("{port} is held by the daemon"));
     }
     match std::net::TcpListener::bind(("127.0.0.1", port)) {
-        Ok(_) if status.is_some() => note("port", format!("nobody listens on {port}"), "the daemon uses another port", "ernie-ctl status"),
+        Ok(_) if status.is_some() => {
+            note("port", format!("nobody listens on {port}"), "the daemon uses another port", "ernie-ctl status")
+        }
         Ok(_) => ok("port", format!("{port} is free")),
         Err(e) => wrong(
             "port",
@@ -170,37 +201,75 @@ fn model_files(dir: &Path) -> Vec<Finding> {
     }
     for name in ["config.json", "tokenizer.json"] {
         if !dir.join(name).is_file() {
-            out.push(wrong("model", format!("{name} is missing"), "the model does not load without it", format!("copy {name} of the same revision into {}", dir.display())));
+            out.push(wrong(
+                "model",
+                format!("{name} is missing"),
+                "the model does not load without it",
+                format!("copy {name} of the same revision into {}", dir.display()),
+            ));
         }
     }
-    let mut names: Vec<String> = fs::read_dir(dir).map(|d| d.flatten().map(|e| e.file_name().to_string_lossy().into_owned()).collect()).unwrap_or_default();
+    let mut names: Vec<String> = fs::read_dir(dir)
+        .map(|d| d.flatten().map(|e| e.file_name().to_string_lossy().into_owned()).collect())
+        .unwrap_or_default();
     names.sort();
     let shards: Vec<&String> = names.iter().filter(|n| n.ends_with(".safetensors")).collect();
     if shards.is_empty() {
-        out.push(wrong("model", "there is no *.safetensors", "weights in pickle files can run code and are never opened", "convert them with transformers' save_pretrained(safe_serialization=True)"));
+        out.push(wrong(
+            "model",
+            "there is no *.safetensors",
+            "weights in pickle files can run code and are never opened",
+            "convert them with transformers' save_pretrained(safe_serialization=True)",
+        ));
     }
     for shard in &shards {
         if let Err(problem) = safetensors_header(&dir.join(shard)) {
-            out.push(wrong("model", format!("{shard}: {problem}"), "the model does not load", "fetch the file again and compare its SHA-256"));
+            out.push(wrong(
+                "model",
+                format!("{shard}: {problem}"),
+                "the model does not load",
+                "fetch the file again and compare its SHA-256",
+            ));
         }
     }
     if let Ok(text) = fs::read_to_string(dir.join("model.safetensors.index.json")) {
         let index: serde_json::Value = serde_json::from_str(&text).unwrap_or_default();
-        let mut wanted: Vec<&str> = index["weight_map"].as_object().into_iter().flat_map(|m| m.values()).filter_map(|v| v.as_str()).collect();
+        let mut wanted: Vec<&str> =
+            index["weight_map"].as_object().into_iter().flat_map(|m| m.values()).filter_map(|v| v.as_str()).collect();
         wanted.sort_unstable();
         wanted.dedup();
         for absent in wanted.iter().filter(|w| !names.iter().any(|n| n == *w)) {
-            out.push(wrong("model", format!("the index names {absent}, which is not there"), "a part of the weights is missing", format!("fetch {absent}")));
+            out.push(wrong(
+                "model",
+                format!("the index names {absent}, which is not there"),
+                "a part of the weights is missing",
+                format!("fetch {absent}"),
+            ));
         }
         for extra in shards.iter().filter(|s| !wanted.contains(&s.as_str())) {
-            out.push(note("model", format!("{extra} is in no index"), "it may belong to another revision", format!("rm {}", dir.join(extra).display())));
+            out.push(note(
+                "model",
+                format!("{extra} is in no index"),
+                "it may belong to another revision",
+                format!("rm {}", dir.join(extra).display()),
+            ));
         }
     }
     for stale in names.iter().filter(|n| n.ends_with(".py") || n.ends_with(".bin")) {
-        out.push(note("model", format!("{stale} is ignored"), "no code and no pickle of a model folder is ever read", "nothing; it may be removed"));
+        out.push(note(
+            "model",
+            format!("{stale} is ignored"),
+            "no code and no pickle of a model folder is ever read",
+            "nothing; it may be removed",
+        ));
     }
     if !names.iter().any(|n| n == "ernie-manifest.json" || n == "SHA256SUMS") {
-        out.push(note("model", "there is no manifest", "files can not be verified before a load", format!("cd {} && sha256sum * > SHA256SUMS", dir.display())));
+        out.push(note(
+            "model",
+            "there is no manifest",
+            "files can not be verified before a load",
+            format!("cd {} && sha256sum * > SHA256SUMS", dir.display()),
+        ));
     }
     if out.is_empty() {
         out.push(ok("model", format!("{}: {} shards, tokenizer and config in place", dir.display(), shards.len())));
@@ -224,13 +293,8 @@ fn safetensors_header(path: &Path) -> Result<(), String> {
     let mut json = vec![0; usize::try_from(header).map_err(|e| e.to_string())?];
     file.read_exact(&mut json).map_err(|e| e.to_string())?;
     let json: serde_json::Value = serde_json::from_slice(&json).map_err(|e| format!("has a broken header: {e}"))?;
-    let end = json
-        .as_object()
-        .into_iter()
-        .flatten()
-        .filter_map(|(_, t)| t["data_offsets"][1].as_u64())
-        .max()
-        .unwrap_or(0);
+    let end =
+        json.as_object().into_iter().flatten().filter_map(|(_, t)| t["data_offsets"][1].as_u64()).max().unwrap_or(0);
     match (8 + header + end).cmp(&length) {
         std::cmp::Ordering::Greater => Err(format!("is cut short: {length} bytes, {} wanted", 8 + header + end)),
         std::cmp::Ordering::Less => Err(format!("has {} bytes too many at its end", length - 8 - header - end)),
@@ -292,7 +356,12 @@ fn disk(dir: &Path) -> Finding {
                 ok("disk", found)
             }
         }
-        Err(e) => wrong("disk", format!("{}: {e}", largest.display()), "the weights can not be read", "check the disk and permissions"),
+        Err(e) => wrong(
+            "disk",
+            format!("{}: {e}", largest.display()),
+            "the weights can not be read",
+            "check the disk and permissions",
+        ),
     }
 }
 
@@ -304,9 +373,15 @@ fn memory(dir: &Path) -> Finding {
         line.and_then(|l| l.trim_start_matches(':').split_whitespace().next()?.parse::<u64>().ok()).unwrap_or(0) * 1024
     };
     let available = field("MemAvailable");
-    let found = format!("weights {} against {} available of {}", bytes(weights), bytes(available), bytes(field("MemTotal")));
+    let found =
+        format!("weights {} against {} available of {}", bytes(weights), bytes(available), bytes(field("MemTotal")));
     if weights + weights / 4 > available {
-        wrong("memory", found, "weights, KV cache and workspace do not fit; the kernel would kill the worker", "free memory, or use --quantization int8")
+        wrong(
+            "memory",
+            found,
+            "weights, KV cache and workspace do not fit; the kernel would kill the worker",
+            "free memory, or use --quantization int8",
+        )
     } else {
         ok("memory", found)
     }
@@ -323,7 +398,12 @@ fn cpu(status: Option<&Status>) -> Finding {
     let used = status.and_then(|s| s.model.as_ref()).map(|m| format!("; in use: {}", m.isa)).unwrap_or_default();
     let found = format!("{cores} cores, {}{used}", has.join(" "));
     if cfg!(target_arch = "x86_64") && !has.contains(&"avx2") {
-        note("cpu", found, "without AVX2 the portable kernels run, several times slower", "use a machine with AVX2 or AVX-512")
+        note(
+            "cpu",
+            found,
+            "without AVX2 the portable kernels run, several times slower",
+            "use a machine with AVX2 or AVX-512",
+        )
     } else {
         ok("cpu", found)
     }
@@ -335,7 +415,12 @@ fn limits(status: Option<&Status>) -> Finding {
     let line = text.lines().find_map(|l| l.strip_prefix("Max open files")).unwrap_or("");
     let soft = line.split_whitespace().next().and_then(|n| n.parse().ok()).unwrap_or(u64::MAX);
     if soft < FILES_WANTED {
-        note("limits", format!("{soft} open files"), "each client takes one", "LimitNOFILE=65536 in the unit, or ulimit -n 65536")
+        note(
+            "limits",
+            format!("{soft} open files"),
+            "each client takes one",
+            "LimitNOFILE=65536 in the unit, or ulimit -n 65536",
+        )
     } else {
         ok("limits", format!("{soft} open files"))
     }
@@ -345,7 +430,12 @@ fn clock() -> Finding {
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |d| d.as_secs());
     // 2026-01-01: this program is not older.
     if now < 1_767_225_600 {
-        wrong("clock", "the clock is in the past", "keys expire, audit and log times mislead", "timedatectl set-ntp true")
+        wrong(
+            "clock",
+            "the clock is in the past",
+            "keys expire, audit and log times mislead",
+            "timedatectl set-ntp true",
+        )
     } else {
         ok("clock", crate::output::moment(i64::try_from(now).unwrap_or(0)))
     }
@@ -368,7 +458,12 @@ fn permissions(socket: &Path, state_dir: Option<&Path>) -> Vec<Finding> {
     if let Some(dir) = state_dir {
         let store = dir.join("audit.db");
         if mode(&store).is_ok_and(|m| m & 0o077 != 0) {
-            out.push(wrong("permissions", format!("{} can be read by others", store.display()), "it holds key hashes and who did what", format!("chmod 0600 {}", store.display())));
+            out.push(wrong(
+                "permissions",
+                format!("{} can be read by others", store.display()),
+                "it holds key hashes and who did what",
+                format!("chmod 0600 {}", store.display()),
+            ));
         }
     }
     out
@@ -380,7 +475,12 @@ fn space(dir: &Path) -> Finding {
             let free = v.f_bavail * v.f_frsize;
             let found = format!("{} free below {}", bytes(free), dir.display());
             if free < SPACE_WANTED {
-                wrong("space", found, "log lines are dropped and changes refused when the disk is full", "free space; ernie-ctl logs rotate; lower logging.rotate_keep")
+                wrong(
+                    "space",
+                    found,
+                    "log lines are dropped and changes refused when the disk is full",
+                    "free space; ernie-ctl logs rotate; lower logging.rotate_keep",
+                )
             } else {
                 ok("space", found)
             }
@@ -426,6 +526,9 @@ mod tests {
         let dir = tempfile::tempdir().expect("temp");
         shard(dir.path(), "model.safetensors.index.json", br#"{"weight_map":{"a":"model-1.safetensors"}}"#);
         let findings = model_files(dir.path());
-        assert!(findings.iter().any(|f| f.grade == Grade::Bad && f.found.contains("model-1.safetensors")), "{findings:?}");
+        assert!(
+            findings.iter().any(|f| f.grade == Grade::Bad && f.found.contains("model-1.safetensors")),
+            "{findings:?}"
+        );
     }
 }

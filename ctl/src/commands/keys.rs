@@ -44,7 +44,22 @@ pub(super) async fn run(admin: &Admin, json: bool, act: KeyAct) -> Result<()> {
                         k.expires_at.map_or_else(|| "never".to_owned(), moment),
                     ]
                 });
-                table(&["ID", "NAME", "STATE", "SCOPE", "RPM", "TPM", "TOKENS/DAY", "AT ONCE", "MODELS", "CREATED", "EXPIRES"], rows)
+                table(
+                    &[
+                        "ID",
+                        "NAME",
+                        "STATE",
+                        "SCOPE",
+                        "RPM",
+                        "TPM",
+                        "TOKENS/DAY",
+                        "AT ONCE",
+                        "MODELS",
+                        "CREATED",
+                        "EXPIRES",
+                    ],
+                    rows,
+                )
             })
         }
         KeyAct::Revoke { key } => {
@@ -52,7 +67,8 @@ pub(super) async fn run(admin: &Admin, json: bool, act: KeyAct) -> Result<()> {
             show(json, &done, |d| format!("{}\n", d.message))
         }
         KeyAct::Rotate { key } => {
-            let created: CreatedKey = admin.post(&format!("/v1/keys/{}/rotate", segment(&key)), &serde_json::json!({})).await?;
+            let created: CreatedKey =
+                admin.post(&format!("/v1/keys/{}/rotate", segment(&key)), &serde_json::json!({})).await?;
             show(json, &created, shown_once)
         }
     }

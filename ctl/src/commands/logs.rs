@@ -21,7 +21,8 @@ pub(super) async fn run(admin: &Admin, json: bool, act: LogsAct) -> Result<()> {
         LogsAct::Show => {
             let state: LogState = admin.get("/v1/logs").await?;
             show(json, &state, |s| {
-                let file = s.file.as_ref().map_or_else(|| "standard output only".to_owned(), |f| f.display().to_string());
+                let file =
+                    s.file.as_ref().map_or_else(|| "standard output only".to_owned(), |f| f.display().to_string());
                 format!("level {}\nfile {file}\nlines dropped {}\n", s.level, s.lines_dropped)
             })
         }

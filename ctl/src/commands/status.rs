@@ -34,7 +34,8 @@ fn people(s: &Status) -> String {
         state @ "failed" => bad(state),
         state => warn(state),
     };
-    let _ = writeln!(out, "{} {} is {state}, pid {}, up {}", bold("ernied"), s.version, s.pid, seconds(s.uptime_seconds));
+    let _ =
+        writeln!(out, "{} {} is {state}, pid {}, up {}", bold("ernied"), s.version, s.pid, seconds(s.uptime_seconds));
     if let Some(reason) = &s.reason {
         let _ = writeln!(out, "  {reason}");
     }
@@ -60,7 +61,10 @@ fn people(s: &Status) -> String {
         let aliases = if m.aliases.is_empty() { String::new() } else { format!(" (also {})", m.aliases.join(", ")) };
         line("model", format!("{}{aliases}", bold(&m.name)));
         line("", format!("{}, {} layers, {kind}", m.architecture, m.layers));
-        line("", format!("weights {}, up to {} tokens, loaded in {}", m.weights, m.max_model_len, seconds(m.load_seconds)));
+        line(
+            "",
+            format!("weights {}, up to {} tokens, loaded in {}", m.weights, m.max_model_len, seconds(m.load_seconds)),
+        );
         line("revision", m.revision.clone());
         line("folder", m.dir.display().to_string());
         line("compute", format!("{}, {} threads per worker", m.isa, m.threads));
@@ -163,7 +167,10 @@ pub(super) fn workers(workers: &[Worker]) -> String {
             w.uptime_seconds.map_or_else(dash, seconds),
         ]
     });
-    let header = ["WORKER", "SLOT", "PID", "STATE", "REQUESTS", "RUNNING", "WAITING", "STEP AGE", "RESIDENT", "CPU", "RESTARTS", "UP"];
+    let header = [
+        "WORKER", "SLOT", "PID", "STATE", "REQUESTS", "RUNNING", "WAITING", "STEP AGE", "RESIDENT", "CPU", "RESTARTS",
+        "UP",
+    ];
     let mut out = table(&header, rows);
     for w in workers {
         if let Some(f) = &w.last_failure {

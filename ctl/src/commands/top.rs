@@ -108,7 +108,10 @@ fn draw(frame: &mut Frame<'_>, state: &State) {
 
 fn header(frame: &mut Frame<'_>, area: Rect, s: &Status) {
     let color = if s.ready { Color::Green } else { Color::Yellow };
-    let mut lines = vec![Line::from(format!("ernied {} pid {} {} up {}", s.version, s.pid, s.state, seconds(s.uptime_seconds))).style(Style::new().fg(color).add_modifier(Modifier::BOLD))];
+    let mut lines = vec![
+        Line::from(format!("ernied {} pid {} {} up {}", s.version, s.pid, s.state, seconds(s.uptime_seconds)))
+            .style(Style::new().fg(color).add_modifier(Modifier::BOLD)),
+    ];
     if let Some(m) = &s.model {
         let kind = if m.moe { format!("MoE {}/{}", m.experts_per_token, m.experts) } else { "dense".to_owned() };
         lines.push(Line::from(format!("{} {} {kind} {} {}", m.name, m.architecture, m.weights, m.isa)));
@@ -118,7 +121,10 @@ fn header(frame: &mut Frame<'_>, area: Rect, s: &Status) {
         None => format!("rollout: {}", s.rollout.phase),
     };
     let hits = s.kv.prefix_hit_rate * 100.0;
-    lines.push(Line::from(format!("{rollout}   prefix hits {hits:.1} %   prompt {:.1} tokens/s", s.rates.prompt_tokens_per_second)));
+    lines.push(Line::from(format!(
+        "{rollout}   prefix hits {hits:.1} %   prompt {:.1} tokens/s",
+        s.rates.prompt_tokens_per_second
+    )));
     lines.extend(s.alarms.first().map(|a| Line::from(format!("! {a}")).style(Style::new().fg(Color::Red))));
     frame.render_widget(Paragraph::new(lines), area);
 }
@@ -182,7 +188,13 @@ mod tests {
         let mut terminal = Terminal::new(TestBackend::new(100, 24)).expect("a terminal");
         terminal.draw(|f| draw(f, &state)).expect("drawn");
         let screen: String = terminal.backend().buffer().content().iter().map(|c| c.symbol()).collect();
-        for wanted in ["serving", "generated tokens/s: 123.4", "waiting: 2 (running 3)", "50.0 % of 100 blocks", "no daemon answers"] {
+        for wanted in [
+            "serving",
+            "generated tokens/s: 123.4",
+            "waiting: 2 (running 3)",
+            "50.0 % of 100 blocks",
+            "no daemon answers",
+        ] {
             assert!(screen.contains(wanted), "{wanted} is not on the screen");
         }
     }

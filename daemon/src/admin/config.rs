@@ -124,7 +124,7 @@ impl Control {
         }
         // What can fail comes first.
         self.keys.reload(&config.server.api_keys).await?;
-        if config.logging.level != now.config.logging.level {
+        if config.logging.level != self.log.level() {
             self.log.set_level(&config.logging.level).map_err(|e| AdminError::invalid(e.to_string()))?;
         }
         for change in &reply.changes {

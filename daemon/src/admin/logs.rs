@@ -18,9 +18,8 @@ pub(super) async fn level(
     bytes: Bytes,
 ) -> Result<Json<admin::Done>, AdminError> {
     let wanted: admin::LogLevel = body(&bytes)?;
-    crate::config::parse::level(&wanted.level).map_err(|expected| {
-        AdminError::invalid(format!("{:?} is no level: {expected}", wanted.level))
-    })?;
+    crate::config::parse::level(&wanted.level)
+        .map_err(|expected| AdminError::invalid(format!("{:?} is no level: {expected}", wanted.level)))?;
     let before = control.log.level();
     let act = control.act(&caller, Verb::LogLevel, &wanted.level, serde_json::json!({ "before": before })).await?;
     let seq = act.seq();

@@ -66,7 +66,9 @@ impl Verb {
     /// The least role that may.
     fn role(self) -> Role {
         match self {
-            Self::Status | Self::Workers | Self::ConfigShow | Self::ConfigDiff | Self::LogShow | Self::Metrics => Role::Viewer,
+            Self::Status | Self::Workers | Self::ConfigShow | Self::ConfigDiff | Self::LogShow | Self::Metrics => {
+                Role::Viewer
+            }
             Self::Usage | Self::AuditList | Self::AuditVerify | Self::KeyList => Role::Viewer,
             Self::RestartWorker | Self::Drain | Self::Reload | Self::LogLevel | Self::LogRotate => Role::Operator,
             Self::ResetPrefixCache | Self::Swap | Self::Rollback => Role::Operator,
@@ -196,7 +198,13 @@ impl Control {
     }
 
     /// Commits the intent of an act; only then may it begin.
-    async fn act(&self, caller: &Caller, verb: Verb, subject: &str, detail: serde_json::Value) -> Result<Act, AdminError> {
+    async fn act(
+        &self,
+        caller: &Caller,
+        verb: Verb,
+        subject: &str,
+        detail: serde_json::Value,
+    ) -> Result<Act, AdminError> {
         let intent = Intent {
             actor: caller.actor.clone(),
             role: caller.role.as_str(),

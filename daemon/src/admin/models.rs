@@ -44,9 +44,15 @@ pub(super) async fn swap(
         force_unsealed: wanted.force_unsealed,
     };
     let begun = control.fleet.swap(request).await;
-    act.finish(begun.as_ref().map(|id| serde_json::json!({ "deployment": id.to_string() })).map_err(ToString::to_string)).await;
+    act.finish(
+        begun.as_ref().map(|id| serde_json::json!({ "deployment": id.to_string() })).map_err(ToString::to_string),
+    )
+    .await;
     let id = begun.map_err(refusal)?;
-    Ok(Json(admin::Done { message: format!("rollout of {id} has begun; `ernie-ctl status` follows it"), audit: Some(seq) }))
+    Ok(Json(admin::Done {
+        message: format!("rollout of {id} has begun; `ernie-ctl status` follows it"),
+        audit: Some(seq),
+    }))
 }
 
 pub(super) async fn rollback(

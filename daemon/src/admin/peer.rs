@@ -57,10 +57,9 @@ impl Connected<IncomingStream<'_, UnixListener>> for Peer {
 
 impl Peer {
     pub(crate) fn actor(&self) -> Actor {
-        self.credentials.as_ref().map_or(
-            Actor::Peer { uid: u32::MAX, gid: u32::MAX, pid: None, exe: None },
-            |c| Actor::Peer { uid: c.uid, gid: c.gid, pid: c.pid, exe: c.exe.clone() },
-        )
+        self.credentials.as_ref().map_or(Actor::Peer { uid: u32::MAX, gid: u32::MAX, pid: None, exe: None }, |c| {
+            Actor::Peer { uid: c.uid, gid: c.gid, pid: c.pid, exe: c.exe.clone() }
+        })
     }
 
     /// `None`: may not even look.

@@ -43,7 +43,10 @@ impl Control {
         let fleet = self.fleet.status();
         let s = &fleet.stats;
         let loaded = fleet.active_deployment().and_then(|d| d.loaded.as_ref());
-        let used = s.blocks_total.saturating_sub(s.blocks_free);
+        // Before the first step a worker has told nothing; what it loaded is known.
+        let blocks_total = s.blocks_total.max(loaded.map_or(0, |l| l.num_blocks));
+        let blocks_free = if s.blocks_total == 0 { blocks_total } else { s.blocks_free };
+        let used = blocks_total.saturating_sub(blocks_free);
         let ratio = |part: f64, whole: f64| if whole > 0.0 { part / whole } else { 0.0 };
         let workers: Vec<admin::Worker> = fleet.workers.iter().map(worker).collect();
         let ready_workers = u64::from(fleet.active_deployment().map_or(0, |d| d.workers_ready));
@@ -66,10 +69,10 @@ impl Control {
             },
             kv: admin::Kv {
                 block_size: loaded.map_or(0, |l| l.block_size),
-                blocks_total: s.blocks_total,
-                blocks_free: s.blocks_free,
+                blocks_total,
+                blocks_free,
                 blocks_cached: s.blocks_cached,
-                usage: ratio(f64::from(used), f64::from(s.blocks_total)),
+                usage: ratio(f64::from(used), f64::from(blocks_total)),
                 prefix_hit_rate: ratio(s.prefix_hits_tokens as f64, s.prefix_queries_tokens as f64),
             },
             rates: admin::Rates {
@@ -216,9 +219,10 @@ pub(super) fn worker(w: &WorkerStatus) -> admin::Worker {
             bytes_done: l.bytes_done,
             bytes_total: l.bytes_total,
         }),
-        last_failure: w
-            .last_failure
-            .as_ref()
-            .map(|f| admin::Failure { reason: f.reason.clone(), stderr: f.stderr.clone(), at: f.at }),
+        last_failure: w.last_failure.as_ref().map(|f| admin::Failure {
+            reason: f.reason.clone(),
+            stderr: f.stderr.clone(),
+            at: f.at,
+        }),
     }
 }

@@ -107,7 +107,9 @@ impl House {
     async fn acts(&self) -> Vec<String> {
         let (_, rows) = self.get("/v1/audit?limit=1000").await;
         let rows = rows["rows"].as_array().expect("rows").clone();
-        rows.iter().map(|r| format!("{} {}", r["act"].as_str().unwrap_or(""), r["kind"].as_str().unwrap_or(""))).collect()
+        rows.iter()
+            .map(|r| format!("{} {}", r["act"].as_str().unwrap_or(""), r["kind"].as_str().unwrap_or("")))
+            .collect()
     }
 }
 
@@ -116,7 +118,10 @@ async fn status_tells_state_model_workers_and_role() {
     let house = House::open().await;
     let (code, s) = house.get("/v1/status").await;
     assert_eq!(code, 200, "{s}");
-    assert_eq!((s["state"].as_str(), s["ready"].as_bool(), s["your_role"].as_str()), (Some("serving"), Some(true), Some("admin")));
+    assert_eq!(
+        (s["state"].as_str(), s["ready"].as_bool(), s["your_role"].as_str()),
+        (Some("serving"), Some(true), Some("admin"))
+    );
     assert_eq!(s["model"]["name"], "ernie");
     assert_eq!(s["workers"][0]["state"], "ready");
     serde_json::from_value::<ernie_proto::admin::Status>(s).expect("what ernie-ctl reads");
@@ -128,7 +133,8 @@ async fn status_tells_state_model_workers_and_role() {
 async fn a_changed_file_is_applied_and_a_broken_one_changes_nothing() {
     let house = House::open().await;
     let file = house.dir.path().join("ernied.toml");
-    std::fs::write(&file, "[model]\ndemo = true\n[logging]\nlevel = \"debug\"\n[server]\ndrain_timeout = \"7s\"\n").expect("written");
+    std::fs::write(&file, "[model]\ndemo = true\n[logging]\nlevel = \"debug\"\n[server]\ndrain_timeout = \"7s\"\n")
+        .expect("written");
     let (_, diff) = house.get("/v1/config/diff").await;
     assert_eq!(diff["changes"].as_array().map(Vec::len), Some(2), "{diff}");
     assert_eq!(house.control.log().level(), "info", "a diff applies nothing");
@@ -137,7 +143,8 @@ async fn a_changed_file_is_applied_and_a_broken_one_changes_nothing() {
     assert_eq!(house.control.log().level(), "debug");
     assert_eq!(house.control.config().server.drain_timeout, Duration::from_secs(7));
 
-    std::fs::write(&file, "[model]\ndemo = true\n[server]\nport = 0x1ffff\ndrain_timeout = \"9s\"\nhots = 1\n").expect("written");
+    std::fs::write(&file, "[model]\ndemo = true\n[server]\nport = 0x1ffff\ndrain_timeout = \"9s\"\nhots = 1\n")
+        .expect("written");
     let (_, reply) = house.post("/v1/reload", json!({})).await;
     assert_eq!(reply["applied"], false);
     assert_eq!(reply["refused"].as_array().map(Vec::len), Some(2), "every error: {reply}");
@@ -151,7 +158,10 @@ async fn a_change_that_needs_a_restart_refuses_the_whole_reload() {
     std::fs::write(&file, "[model]\ndemo = true\n[logging]\nlevel = \"debug\"\n[server]\nport = 9\n").expect("written");
     let (_, reply) = house.post("/v1/reload", json!({})).await;
     assert_eq!(reply["applied"], false);
-    assert!(reply["refused"][0].as_str().is_some_and(|r| r.contains("server.port") && r.contains("restart")), "{reply}");
+    assert!(
+        reply["refused"][0].as_str().is_some_and(|r| r.contains("server.port") && r.contains("restart")),
+        "{reply}"
+    );
     assert_eq!(house.control.log().level(), "info", "nothing of it was applied");
 }
 
@@ -163,7 +173,13 @@ async fn a_setting_is_set_and_unset_at_run_time_and_survives_a_reload() {
     house.post("/v1/reload", json!({})).await;
     assert_eq!(house.control.log().level(), "trace");
     let (_, shown) = house.get("/v1/config").await;
-    let row = shown["settings"].as_array().expect("rows").iter().find(|s| s["key"] == "logging.level").expect("a row").clone();
+    let row = shown["settings"]
+        .as_array()
+        .expect("rows")
+        .iter()
+        .find(|s| s["key"] == "logging.level")
+        .expect("a row")
+        .clone();
     assert_eq!(row["origin"], "ernie-ctl set");
     house.post("/v1/config/set", json!({ "key": "logging.level", "value": null })).await;
     assert_eq!(house.control.log().level(), "info");
@@ -192,8 +208,14 @@ async fn every_act_leaves_an_intent_and_an_outcome() {
         }
     }
     let (_, verdict) = house.get("/v1/audit/verify").await;
-    assert_eq!((verdict["intact"].as_bool(), verdict["unfinished"].as_array().map(Vec::len)), (Some(true), Some(0)), "{verdict}");
-    assert!(!format!("{:?}", house.get("/v1/audit?limit=1000").await).contains(created["secret"].as_str().expect("secret")));
+    assert_eq!(
+        (verdict["intact"].as_bool(), verdict["unfinished"].as_array().map(Vec::len)),
+        (Some(true), Some(0)),
+        "{verdict}"
+    );
+    assert!(
+        !format!("{:?}", house.get("/v1/audit?limit=1000").await).contains(created["secret"].as_str().expect("secret"))
+    );
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -218,7 +240,10 @@ async fn what_is_not_understood_is_refused_with_a_sentence() {
         let body: Value = if body.is_empty() { Value::Null } else { Value::String(body.to_owned()) };
         let text = body.as_str().unwrap_or("").to_owned();
         let mut stream = UnixStream::connect(&house.control.config().admin.socket).await.expect("connected");
-        let request = format!("{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {}\r\n\r\n{text}", text.len());
+        let request = format!(
+            "{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {}\r\n\r\n{text}",
+            text.len()
+        );
         stream.write_all(request.as_bytes()).await.expect("sent");
         let mut answer = String::new();
         stream.read_to_string(&mut answer).await.expect("answered");

@@ -2,6 +2,7 @@
 
 use crate::audit::hex;
 use sha2::{Digest, Sha256};
+use std::borrow::Cow;
 use std::io;
 use std::path::{Path, PathBuf};
 
@@ -18,7 +19,7 @@ const FILES: &[(&str, &[u8])] = &[
 /// The demo model can not be unpacked.
 #[derive(Debug, thiserror::Error)]
 #[error("the demo model can not be unpacked to {path}: {source}; check space and permissions, or give --state-dir DIR")]
-pub struct UnpackError {
+pub(super) struct UnpackError {
     path: PathBuf,
     source: io::Error,
 }
@@ -29,16 +30,28 @@ pub(super) fn unpack(state_dir: &Path) -> Result<PathBuf, UnpackError> {
     let dir = state_dir.join("demo-model").join(&digest()[..16]);
     let fail = |path: &Path, source| UnpackError { path: path.to_owned(), source };
     std::fs::create_dir_all(&dir).map_err(|e| fail(&dir, e))?;
-    for (name, bytes) in FILES {
+    for (name, bytes) in files() {
         let path = dir.join(name);
         if std::fs::metadata(&path).is_ok_and(|m| m.len() == bytes.len() as u64) {
             continue;
         }
         // Renamed into place, so that an interrupted start leaves no half file under the name.
         let part = dir.join(format!("{name}.part"));
-        std::fs::write(&part, bytes).and_then(|()| std::fs::rename(&part, &path)).map_err(|e| fail(&path, e))?;
+        std::fs::write(&part, &bytes).and_then(|()| std::fs::rename(&part, &path)).map_err(|e| fail(&path, e))?;
     }
     Ok(dir)
+}
+
+/// What is unpacked: the manifest without the lines of files that are not part of the executable (the model's questions).
+fn files() -> impl Iterator<Item = (&'static str, Cow<'static, [u8]>)> {
+    FILES.iter().map(|&(name, bytes)| match (name, std::str::from_utf8(bytes)) {
+        ("SHA256SUMS", Ok(text)) => {
+            let ours = |line: &&str| FILES.iter().any(|(n, _)| line.ends_with(&format!(" {n}")));
+            let lines: String = text.lines().filter(ours).map(|l| format!("{l}\n")).collect();
+            (name, Cow::Owned(lines.into_bytes()))
+        }
+        _ => (name, Cow::Borrowed(bytes)),
+    })
 }
 
 /// SHA-256 over all files, in hex.
@@ -66,6 +79,7 @@ mod tests {
         std::fs::write(&weights, b"cut").expect("cut");
         assert_eq!(unpack(dir.path()).expect("again"), model);
         assert_eq!(std::fs::read(&weights).expect("there"), whole);
+        crate::model_store::verify_all(&model, &|_, _| {}).expect("as its manifest says");
     }
 
     #[test]

@@ -99,7 +99,8 @@ impl Daemon {
         if !told.ready && status.is_ready() {
             told.ready = true;
             let limit = memory::limit_bytes().unwrap_or(0);
-            let used: u64 = status.workers.iter().filter_map(|w| w.pid).filter_map(memory::process).map(|p| p.resident_bytes).sum();
+            let used: u64 =
+                status.workers.iter().filter_map(|w| w.pid).filter_map(memory::process).map(|p| p.resident_bytes).sum();
             self.milestones.loaded(used, limit);
             self.milestones.listening(&self.url);
             self.milestones.engine_started();
@@ -165,9 +166,7 @@ impl Daemon {
             self.front.stop(LAST_BYTES_PATIENCE).await;
         };
         let signals = &mut self.signals;
-        let again = async {
-            while signals.next().await != Asked::Stop {}
-        };
+        let again = async { while signals.next().await != Asked::Stop {} };
         tokio::select! {
             () = calm => {}
             () = again => tracing::warn!("asked again to stop: leaving at once"),

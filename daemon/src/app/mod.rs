@@ -1,22 +1,24 @@
 //! Builds everything, knows everyone, contains no logic.
 //!
 //! `listen` accepts connections, `life` waits for signals and for the fleet and walks the daemon to its end, `observe`
-//! turns what happens in the fleet into metrics and audit rows, `demo` and `revision` say what is served.
+//! turns what happens in the fleet into metrics and audit rows, `demo` unpacks the model that is part of the executable.
 
 mod demo;
 mod life;
 mod listen;
 mod observe;
-mod revision;
 
-use crate::config::{Config, ModelSource, Sources};
 use crate::cli::{EXIT_ADDRESS, EXIT_CONFIG, complain};
-use crate::supervisor::{self, DeploymentSpec, LivenessSettings, PoisonSettings, ReexecWorker, RestartSettings, SupervisorSettings};
+use crate::config::{Config, ModelSource, Sources};
+use crate::model_store::{self, Manifest, VerifiedModel, VerifyError};
+use crate::supervisor::{
+    self, DeploymentSpec, LivenessSettings, PoisonSettings, ReexecWorker, RestartSettings, SupervisorSettings,
+};
 use crate::system::{memory, notify, sockets};
 use crate::telemetry::logging::{Logging, Milestones};
 use crate::telemetry::metrics::{CacheSettings, Metrics, MetricsSetup};
 use crate::text::TextModel;
-use ernie_proto::worker::Load;
+use ernie_proto::worker::{Load, SwapPolicy};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -98,6 +100,8 @@ enum StartError {
     #[error("{what}: {source}")]
     System { what: &'static str, source: std::io::Error },
     #[error(transparent)]
+    Verify(#[from] VerifyError),
+    #[error(transparent)]
     Audit(#[from] crate::audit::StoreError),
 }
 
@@ -122,9 +126,8 @@ async fn start(
         Some(listener) => listener,
         None => sockets::tcp(config.server.host, config.server.port)?,
     };
-    let address = api
-        .local_addr()
-        .map_err(|source| StartError::System { what: "the listener has no address", source })?;
+    let address =
+        api.local_addr().map_err(|source| StartError::System { what: "the listener has no address", source })?;
     let uds = config.server.uds.as_deref().map(|path| sockets::unix(path, 0o666)).transpose()?;
     let state_lock = state_dir(&config.paths.state_dir)?;
     let admin_socket = match inherited.admin {
@@ -138,8 +141,9 @@ async fn start(
     };
     milestones.loading(&model_dir.display().to_string());
     let text_dir = config.model.tokenizer.clone().unwrap_or_else(|| model_dir.clone());
+    let verified = verify(model_dir.clone()).await?;
     let text = load_text(text_dir.clone()).await?;
-    let spec = deployment(&config, &model_dir, text);
+    let spec = deployment(&config, &model_dir, &verified, text);
     milestones.engine_config(
         &model_dir.display().to_string(),
         &text_dir.display().to_string(),
@@ -168,7 +172,17 @@ async fn start(
     });
     crate::admin::serve(admin_socket, &control)
         .map_err(|source| StartError::System { what: "the admin socket can not be served", source })?;
-    Ok(life::Daemon { signals, milestones, fleet, http, front, socket_outlives_us, control, url: url(address), _state_lock: state_lock })
+    Ok(life::Daemon {
+        signals,
+        milestones,
+        fleet,
+        http,
+        front,
+        socket_outlives_us,
+        control,
+        url: url(address),
+        _state_lock: state_lock,
+    })
 }
 
 async fn load_text(dir: PathBuf) -> Result<Arc<TextModel>, StartError> {
@@ -177,15 +191,26 @@ async fn load_text(dir: PathBuf) -> Result<Arc<TextModel>, StartError> {
     match loaded {
         Ok(Ok(text)) => Ok(Arc::new(text)),
         Ok(Err(source)) => Err(StartError::Text { dir, source }),
-        Err(e) => Err(StartError::System { what: "the tokenizer could not be loaded", source: std::io::Error::other(e) }),
+        Err(e) => {
+            Err(StartError::System { what: "the tokenizer could not be loaded", source: std::io::Error::other(e) })
+        }
     }
+}
+
+/// Compares the folder with its manifest, but for the weights: those are hashed while they are loaded. A folder without a
+/// manifest is served; a swap to one has to say so.
+async fn verify(dir: PathBuf) -> Result<VerifiedModel, StartError> {
+    let verified = tokio::task::spawn_blocking(move || model_store::verify_for_load(&dir, true)).await;
+    let lost = |e| StartError::System { what: "the model could not be verified", source: std::io::Error::other(e) };
+    Ok(verified.map_err(lost)??)
 }
 
 /// Makes the folder and locks it; the lock lives as long as the file that is returned.
 fn state_dir(path: &Path) -> Result<std::fs::File, StartError> {
     let fail = |source| StartError::StateDir { path: path.to_owned(), source };
     std::fs::create_dir_all(path).map_err(fail)?;
-    let lock = std::fs::OpenOptions::new().create(true).truncate(false).write(true).open(path.join("lock")).map_err(fail)?;
+    let lock =
+        std::fs::OpenOptions::new().create(true).truncate(false).write(true).open(path.join("lock")).map_err(fail)?;
     match rustix::fs::flock(&lock, rustix::fs::FlockOperation::NonBlockingLockExclusive) {
         Ok(()) => Ok(lock),
         Err(rustix::io::Errno::WOULDBLOCK) => Err(StartError::StateDirTaken { path: path.to_owned() }),
@@ -193,7 +218,7 @@ fn state_dir(path: &Path) -> Result<std::fs::File, StartError> {
     }
 }
 
-fn deployment(config: &Config, model_dir: &Path, text: Arc<TextModel>) -> DeploymentSpec {
+fn deployment(config: &Config, model_dir: &Path, verified: &VerifiedModel, text: Arc<TextModel>) -> DeploymentSpec {
     let load = Load {
         model_dir: model_dir.to_owned(),
         dtype: config.model.dtype,
@@ -204,8 +229,8 @@ fn deployment(config: &Config, model_dir: &Path, text: Arc<TextModel>) -> Deploy
         kv_cache_bytes: config.engine.kv_cache_bytes,
         memory_bytes: memory_bytes(config),
         max_prefill_chunk: None,
-        swap_policy: ernie_proto::worker::SwapPolicy::default(),
-        manifest: Vec::new(),
+        swap_policy: if config.engine.swap_space_bytes > 0 { SwapPolicy::OnPressure } else { SwapPolicy::Off },
+        manifest: verified.manifest().map(Manifest::to_wire).unwrap_or_default(),
         enable_prefix_caching: config.engine.enable_prefix_caching,
         threads: config.engine.threads,
         pin_threads: config.engine.pin_threads,
@@ -215,7 +240,7 @@ fn deployment(config: &Config, model_dir: &Path, text: Arc<TextModel>) -> Deploy
     };
     DeploymentSpec {
         served_names: config.model.served_names.clone(),
-        revision: revision::of(model_dir),
+        revision: verified.revision().to_owned(),
         model_dir: model_dir.to_owned(),
         text,
         load,
@@ -247,6 +272,7 @@ fn supervisor_settings(config: &Config) -> SupervisorSettings {
             window: w.crash_loop_window,
         },
         poison: PoisonSettings::default(),
+        memory_limit: memory::limit_bytes().map(|b| (b as f64 * f64::from(config.engine.memory_fraction)) as u64),
         ..SupervisorSettings::default()
     }
 }

@@ -104,7 +104,9 @@ impl FleetObserver for ToAudit {
                 &deployment.to_string(),
                 json!({ "revision": revision, "reason": reason, "restored": restored }),
             ),
-            FleetEvent::Draining { requests, .. } => self.0.event("daemon.draining", "", json!({ "requests": requests })),
+            FleetEvent::Draining { requests, .. } => {
+                self.0.event("daemon.draining", "", json!({ "requests": requests }))
+            }
             FleetEvent::Drained { finished, failed } => {
                 self.0.event("daemon.drained", "", json!({ "finished": finished, "failed": failed }));
             }

@@ -92,7 +92,8 @@ impl Checker {
                 return self.break_at(missing, &format!("rows {missing} to {} are missing", seq - 1));
             }
             Some((_, hash)) if *hash != linked.prev => {
-                return self.break_at(seq, "it does not hang on the row before it: one of the two was changed or moved");
+                return self
+                    .break_at(seq, "it does not hang on the row before it: one of the two was changed or moved");
             }
             Some(_) => {}
         }
@@ -139,6 +140,7 @@ impl Checker {
 fn parse_checkpoint(detail: &str) -> Option<(i64, Vec<u8>)> {
     let value: serde_json::Value = serde_json::from_str(detail).ok()?;
     let hex = value["hash"].as_str()?;
-    let bytes = (0..hex.len()).step_by(2).map(|i| u8::from_str_radix(hex.get(i..i + 2)?, 16).ok()).collect::<Option<_>>()?;
+    let bytes =
+        (0..hex.len()).step_by(2).map(|i| u8::from_str_radix(hex.get(i..i + 2)?, 16).ok()).collect::<Option<_>>()?;
     Some((value["through"].as_i64()?, bytes))
 }

@@ -72,7 +72,9 @@ pub struct Intent {
 
 /// The store does not take rows; acts are refused while that lasts.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("the audit store does not take rows ({reason}), so nothing may be changed; free space or mend it, then try again")]
+#[error(
+    "the audit store does not take rows ({reason}), so nothing may be changed; free space or mend it, then try again"
+)]
 pub struct AuditUnavailable {
     pub reason: String,
 }
@@ -115,7 +117,11 @@ pub async fn start(state_dir: &Path, config: &AuditConfig, metrics: Arc<Metrics>
     if !unfinished.is_empty() {
         tracing::warn!(rows = ?unfinished, "acts were begun whose end is not recorded: the last end was unclean");
     }
-    handle.event("daemon.started", env!("CARGO_PKG_VERSION"), serde_json::json!({ "pid": std::process::id(), "unfinished": unfinished }));
+    handle.event(
+        "daemon.started",
+        env!("CARGO_PKG_VERSION"),
+        serde_json::json!({ "pid": std::process::id(), "unfinished": unfinished }),
+    );
     Ok(handle)
 }
 

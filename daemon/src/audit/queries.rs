@@ -4,8 +4,8 @@ use super::chain::{Checker, Linked, Row, Verdict};
 use super::store::{StoreError, StoredKey};
 use ernie_proto::admin::{AuditRow, KeyLimits, UsageRow};
 use futures::TryStreamExt;
-use sqlx::sqlite::{SqlitePool, SqliteRow};
 use sqlx::Row as _;
+use sqlx::sqlite::{SqlitePool, SqliteRow};
 
 /// Rows of one answer at most.
 const ROWS_MAX: u32 = 10_000;

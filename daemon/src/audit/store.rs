@@ -1,9 +1,9 @@
 //! The SQLite file: opening, migrating with a backup, appending rows, keys, usage. One connection writes.
 
-use super::chain::{GENESIS, Row, hash};
 use super::Usage;
+use super::chain::{GENESIS, Row, hash};
 use sqlx::sqlite::{SqliteConnectOptions, SqliteJournalMode, SqlitePool, SqlitePoolOptions, SqliteSynchronous};
-use sqlx::{Connection, Row as _, SqliteConnection};
+use sqlx::{ConnectOptions, Connection, Row as _, SqliteConnection};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -20,9 +20,13 @@ const READERS_MAX: u32 = 2;
 pub enum StoreError {
     #[error("audit store {path}: {source}; check space and permissions, or give another folder with --state-dir DIR")]
     Open { path: PathBuf, source: sqlx::Error },
-    #[error("audit store {path} is damaged: {what}; move it away (the daemon makes a new one) and keep it for inspection")]
+    #[error(
+        "audit store {path} is damaged: {what}; move it away (the daemon makes a new one) and keep it for inspection"
+    )]
     Damaged { path: PathBuf, what: String },
-    #[error("audit store {path} was made by a newer ernied (its schema {found} is not known here): {source}; upgrade this one")]
+    #[error(
+        "audit store {path} was made by a newer ernied (its schema {found} is not known here): {source}; upgrade this one"
+    )]
     Newer { path: PathBuf, found: i64, source: sqlx::migrate::MigrateError },
     #[error("audit store {path} could not be migrated: {source}; the backup {backup} has it as it was")]
     Migrate { path: PathBuf, backup: PathBuf, source: sqlx::migrate::MigrateError },
@@ -57,7 +61,8 @@ impl Store {
         let existed = path.exists();
         let mut connection = SqliteConnection::connect_with(&options(path)).await.map_err(fail)?;
         restrict(path);
-        let check: String = sqlx::query_scalar("PRAGMA quick_check(1)").fetch_one(&mut connection).await.map_err(fail)?;
+        let check: String =
+            sqlx::query_scalar("PRAGMA quick_check(1)").fetch_one(&mut connection).await.map_err(fail)?;
         if check != "ok" {
             return Err(StoreError::Damaged { path: path.to_owned(), what: check });
         }
@@ -123,7 +128,11 @@ impl Store {
     }
 
     /// Adds a batch of usage to a day.
-    pub(super) async fn add_usage(&mut self, day: &str, usage: &BTreeMap<Arc<str>, (u64, Usage)>) -> Result<(), sqlx::Error> {
+    pub(super) async fn add_usage(
+        &mut self,
+        day: &str,
+        usage: &BTreeMap<Arc<str>, (u64, Usage)>,
+    ) -> Result<(), sqlx::Error> {
         let mut tx = self.connection.begin_with("BEGIN IMMEDIATE").await?;
         for (key, (requests, sum)) in usage {
             let int = |n: u64| i64::try_from(n).unwrap_or(i64::MAX);
@@ -198,6 +207,7 @@ fn options(path: &Path) -> SqliteConnectOptions {
         // An intent that was answered for must survive a power cut.
         .synchronous(SqliteSynchronous::Full)
         .busy_timeout(BUSY_PATIENCE)
+        .disable_statement_logging()
 }
 
 /// Key hashes and names are nobody else's business.

@@ -67,7 +67,11 @@ async fn an_act_is_an_intent_and_an_outcome_that_hang_together() {
     let seq = act.seq();
     assert_eq!(audit.reader().unfinished().await.expect("read"), [seq], "visible before it ends");
     act.finish(Err("refused".to_owned())).await;
-    let rows = audit.reader().rows(&AuditFilter { act: Some("config".to_owned()), ..AuditFilter::default() }).await.expect("read");
+    let rows = audit
+        .reader()
+        .rows(&AuditFilter { act: Some("config".to_owned()), ..AuditFilter::default() })
+        .await
+        .expect("read");
     assert_eq!(rows.len(), 2);
     assert_eq!((rows[0].kind.as_str(), rows[0].seq), ("intent", seq));
     assert_eq!((rows[1].intent, rows[1].outcome.as_deref()), (Some(seq), Some("failed")));
@@ -87,7 +91,11 @@ async fn an_act_that_never_ended_shows_after_the_next_start() {
     let again = open(dir.path()).await;
     assert_eq!(again.reader().unfinished().await.expect("read"), [seq]);
     again.close().await;
-    let rows = open(dir.path()).await.reader().rows(&AuditFilter { act: Some("daemon".into()), ..AuditFilter::default() }).await;
+    let rows = open(dir.path())
+        .await
+        .reader()
+        .rows(&AuditFilter { act: Some("daemon".into()), ..AuditFilter::default() })
+        .await;
     let started = rows.expect("read").into_iter().rfind(|r| r.act == "daemon.started").expect("a start");
     assert_eq!(started.detail["unfinished"], json!([seq]));
 }
@@ -96,7 +104,8 @@ async fn an_act_that_never_ended_shows_after_the_next_start() {
 fn fifty_random_manipulations_are_each_found() {
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("runtime");
     let config = ProptestConfig { cases: 50, failure_persistence: None, ..ProptestConfig::default() };
-    let fields = ["at_ms", "kind", "actor", "role", "act", "subject", "detail", "version", "prev", "hash", "duration_ms"];
+    let fields =
+        ["at_ms", "kind", "actor", "role", "act", "subject", "detail", "version", "prev", "hash", "duration_ms"];
     let strategy = (2i64..12, 0usize..4, 0usize..fields.len());
     let template = tempfile::tempdir().expect("temp");
     runtime.block_on(filled(template.path(), 6));
@@ -208,7 +217,10 @@ async fn usage_adds_up_over_restarts() {
     }
     let rows = open(dir.path()).await.reader().usage("2020-01-01").await.expect("read");
     assert_eq!(rows.len(), 1);
-    assert_eq!((rows[0].requests, rows[0].prompt_tokens, rows[0].cached_tokens, rows[0].completion_tokens), (6, 60, 24, 30));
+    assert_eq!(
+        (rows[0].requests, rows[0].prompt_tokens, rows[0].cached_tokens, rows[0].completion_tokens),
+        (6, 60, 24, 30)
+    );
 }
 
 #[tokio::test]
@@ -239,7 +251,8 @@ async fn keys_are_kept_as_digests_only() {
 #[tokio::test]
 async fn a_damaged_store_is_refused_with_what_to_do() {
     let dir = tempfile::tempdir().expect("temp");
-    std::fs::write(dir.path().join("audit.db"), b"this is not a database, whatever its name says. ".repeat(100)).expect("written");
+    std::fs::write(dir.path().join("audit.db"), b"this is not a database, whatever its name says. ".repeat(100))
+        .expect("written");
     let e = start(dir.path(), &KEEP_ALL, metrics()).await.expect_err("refused").to_string();
     assert!(e.contains("audit.db"), "{e}");
 }

@@ -1,10 +1,10 @@
 //! The one task that writes. Takes what waits in one go, so that a burst of events is one transaction.
 
+use super::Usage;
 use super::chain::Row;
 use super::store::{Store, StoredKey};
 use super::{AuditUnavailable, Intent, retention};
 use crate::config::AuditConfig;
-use super::Usage;
 use crate::telemetry::metrics::Metrics;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -163,7 +163,9 @@ impl Writer {
             Err(e) => {
                 let reason = e.to_string();
                 if was_healthy {
-                    tracing::error!("the audit store does not take rows: {reason}; serving goes on, changes are refused");
+                    tracing::error!(
+                        "the audit store does not take rows: {reason}; serving goes on, changes are refused"
+                    );
                 }
                 Err(AuditUnavailable { reason })
             }

@@ -2,9 +2,9 @@
 //!
 //! Goes on after an error, so that one run tells everything that is wrong with a file.
 
+use super::ConfigError;
 use super::layers::{Layer, Origin, Raw};
 use super::settings::{SETTINGS, by_key};
-use super::ConfigError;
 use std::path::Path;
 use toml::Spanned;
 use toml::de::{DeTable, DeValue};
@@ -14,11 +14,11 @@ const FILE_BYTES_MAX: u64 = 1 << 20;
 
 /// Reads and checks keys: what was understood, and everything that was not.
 pub fn read(path: &Path) -> (Layer, Vec<ConfigError>) {
-    let fail = |message: String, remedy: &str| {
-        (Layer::default(), vec![ConfigError::file(path, None, message, remedy)])
-    };
+    let fail = |message: String, remedy: &str| (Layer::default(), vec![ConfigError::file(path, None, message, remedy)]);
     match std::fs::metadata(path) {
-        Err(e) => return fail(format!("can not be read: {e}"), "check the path given with --config and its permissions"),
+        Err(e) => {
+            return fail(format!("can not be read: {e}"), "check the path given with --config and its permissions");
+        }
         Ok(meta) if meta.len() > FILE_BYTES_MAX => {
             let message = format!("has {} bytes, more than a configuration can have", meta.len());
             return fail(message, "is it the right file?");
@@ -38,7 +38,12 @@ pub fn parse(path: &Path, text: &str) -> (Layer, Vec<ConfigError>) {
         .into_iter()
         .map(|e| {
             let line = e.span().map(|s| line_of(text, s.start));
-            ConfigError::file(path, line, e.message().to_owned(), "mend the TOML; strings need quotes, tables [brackets]")
+            ConfigError::file(
+                path,
+                line,
+                e.message().to_owned(),
+                "mend the TOML; strings need quotes, tables [brackets]",
+            )
         })
         .collect();
     let mut layer = Layer::default();

@@ -17,7 +17,10 @@ pub enum Raw {
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Origin {
     Default,
-    File { path: PathBuf, line: usize },
+    File {
+        path: PathBuf,
+        line: usize,
+    },
     Env(String),
     Flag(String),
     /// Changed at run time by `ernie-ctl set`.

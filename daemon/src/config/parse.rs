@@ -53,8 +53,10 @@ const UNITS: &[(&str, u64)] = &[
 pub fn size(text: &str, bare: u64) -> Result<u64, Expected> {
     let expected = || "expected a size such as 512MiB, 4GiB or a number".to_owned();
     let lower = text.trim().to_ascii_lowercase();
-    let (digits, unit) =
-        UNITS.iter().find_map(|&(u, factor)| lower.strip_suffix(u).map(|d| (d.trim(), factor))).unwrap_or((&lower, bare));
+    let (digits, unit) = UNITS
+        .iter()
+        .find_map(|&(u, factor)| lower.strip_suffix(u).map(|d| (d.trim(), factor)))
+        .unwrap_or((&lower, bare));
     let number: f64 = digits.parse().map_err(|_| expected())?;
     let bytes = number * unit as f64;
     // 2^63: beyond it the cast would saturate silently.
@@ -97,7 +99,9 @@ mod tests {
 
     #[test]
     fn sizes_read_as_people_write_them() {
-        for (text, bytes) in [("64MiB", 64 << 20), ("1.5g", 3 << 29), ("4096", 4096), ("2 GB", 2_000_000_000), ("0", 0), ("7b", 7)] {
+        for (text, bytes) in
+            [("64MiB", 64 << 20), ("1.5g", 3 << 29), ("4096", 4096), ("2 GB", 2_000_000_000), ("0", 0), ("7b", 7)]
+        {
             assert_eq!(size(text, 1), Ok(bytes), "{text}");
         }
         assert_eq!(size("4", 1 << 30), Ok(4 << 30), "a bare swap space is GiB");
@@ -108,7 +112,9 @@ mod tests {
 
     #[test]
     fn durations_read_as_people_write_them() {
-        for (text, ms) in [("500ms", 500), ("30s", 30_000), ("30", 30_000), ("1.5m", 90_000), ("2h", 7_200_000), ("7d", 604_800_000)] {
+        for (text, ms) in
+            [("500ms", 500), ("30s", 30_000), ("30", 30_000), ("1.5m", 90_000), ("2h", 7_200_000), ("7d", 604_800_000)]
+        {
             assert_eq!(duration(text), Ok(Duration::from_millis(ms)), "{text}");
         }
         for text in ["", "s", "soon", "-3s", "3w", "1e400"] {

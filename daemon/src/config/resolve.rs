@@ -96,7 +96,9 @@ impl Resolver<'_> {
                     let lines = text.lines().map(str::trim).filter(|l| !l.is_empty() && !l.starts_with('#'));
                     api_keys.extend(lines.map(|l| Secret::new(l.to_owned())));
                 }
-                Err(e) => self.refuse("server.api_key_file", format!("can not be read: {e}"), "check path and permissions"),
+                Err(e) => {
+                    self.refuse("server.api_key_file", format!("can not be read: {e}"), "check path and permissions")
+                }
             }
         }
         if let Some(short) = api_keys.iter().find(|k| k.expose().len() < 8) {
@@ -115,10 +117,8 @@ impl Resolver<'_> {
             port: self.value("server.port", 0, |t| parse::integer(t, 0, 65_535).map(|n| n as u16)),
             uds: self.path("server.uds"),
             api_keys,
-            error_style: self.choice(
-                "server.error_style",
-                &[("vllm", ErrorStyle::Vllm), ("openai", ErrorStyle::Openai)],
-            ),
+            error_style: self
+                .choice("server.error_style", &[("vllm", ErrorStyle::Vllm), ("openai", ErrorStyle::Openai)]),
             allowed_origins: self.list("server.allowed_origins"),
             max_body_bytes: self.value("server.max_body", 0, |t| parse::size(t, 1)),
             drain_timeout: self.duration("server.drain_timeout"),
@@ -172,8 +172,10 @@ impl Resolver<'_> {
                 "none" => Ok(Quantization::None),
                 "int8" => Ok(Quantization::Int8),
                 "int4" => Ok(Quantization::Int4),
-                "awq" | "gptq" | "fp8" => Err(format!("{t} checkpoints can not be loaded yet; int8 or int4 quantises an \
-                                                       unquantised checkpoint while it loads")),
+                "awq" | "gptq" | "fp8" => Err(format!(
+                    "{t} checkpoints can not be loaded yet; int8 or int4 quantises an \
+                                                       unquantised checkpoint while it loads"
+                )),
                 _ => Err("expected none, int8 or int4".to_owned()),
             }),
             max_model_len: self.optional("model.max_model_len", |t| {
@@ -222,14 +224,11 @@ impl Resolver<'_> {
                     ("bracket", LogFormat::Bracket),
                 ],
             ),
-            level: self.value("logging.level", "info".to_owned(), |t| {
-                parse::level(t).map(|()| t.to_owned())
-            }),
+            level: self.value("logging.level", "info".to_owned(), |t| parse::level(t).map(|()| t.to_owned())),
             file: self.path("logging.file"),
             rotate_bytes: self.value("logging.rotate_size", 0, |t| {
-                parse::size(t, 1).and_then(|n| {
-                    if n >= 4096 { Ok(n) } else { Err("expected at least 4096 bytes".to_owned()) }
-                })
+                parse::size(t, 1)
+                    .and_then(|n| if n >= 4096 { Ok(n) } else { Err("expected at least 4096 bytes".to_owned()) })
             }),
             rotate_keep: self.u32("logging.rotate_keep", 0, 10_000),
             compress: self.bool("logging.compress"),
@@ -267,7 +266,8 @@ impl Resolver<'_> {
     /// What no single value can show.
     fn across(&mut self, c: &Config) {
         if c.engine.max_num_batched_tokens < c.engine.max_num_seqs {
-            let message = format!("is below engine.max_num_seqs ({}): a step must hold a token of each", c.engine.max_num_seqs);
+            let message =
+                format!("is below engine.max_num_seqs ({}): a step must hold a token of each", c.engine.max_num_seqs);
             self.refuse("engine.max_num_batched_tokens", message, "raise it, or lower engine.max_num_seqs");
         }
         if c.workers.restart_backoff > c.workers.restart_backoff_max {

@@ -62,7 +62,8 @@ pub fn example() -> String {
 
 /// The table of docs/configuration.md.
 pub fn reference() -> String {
-    let mut out = String::from("| key | flag | environment | default | a change | what it is |\n|---|---|---|---|---|---|\n");
+    let mut out =
+        String::from("| key | flag | environment | default | a change | what it is |\n|---|---|---|---|---|---|\n");
     for s in SETTINGS {
         let change = match s.change {
             Change::Live => "reload",

@@ -43,8 +43,11 @@ fn resolved(layers: &Layers) -> Result<Config, ConfigErrors> {
 fn flags_win_over_environment_over_file_over_defaults() {
     let mut layers = Layers {
         file: file("[server]\nport = 1001\nhost = \"0.0.0.0\"\n[model]\ndemo = true\n[engine]\nmax_num_seqs = 7\n"),
-        env: from_env([("ERNIED_PORT".to_owned(), "1002".to_owned()), ("ERNIED_MAX_NUM_SEQS".to_owned(), "8".to_owned())])
-            .expect("good"),
+        env: from_env([
+            ("ERNIED_PORT".to_owned(), "1002".to_owned()),
+            ("ERNIED_MAX_NUM_SEQS".to_owned(), "8".to_owned()),
+        ])
+        .expect("good"),
         flags: flags(&[("server.port", "1003")]),
         ..Layers::default()
     };
@@ -134,7 +137,9 @@ fn secrets_are_never_shown() {
 fn a_difference_says_what_a_change_needs() {
     let before = Layers { file: file("[model]\ndemo = true\n"), ..Layers::default() };
     let after = Layers {
-        file: file("[model]\ndemo = true\n[logging]\nlevel = \"debug\"\n[server]\nport = 9\n[engine]\nmax_num_seqs = 5\n"),
+        file: file(
+            "[model]\ndemo = true\n[logging]\nlevel = \"debug\"\n[server]\nport = 9\n[engine]\nmax_num_seqs = 5\n",
+        ),
         ..Layers::default()
     };
     let found = diff(&before, &after);
@@ -163,6 +168,22 @@ fn the_example_file_is_good_and_complete() {
     let mut layers = Layers { file: layer, ..Layers::default() };
     layers.flags = flags(&[("model.demo", "true")]);
     resolved(&layers).unwrap_or_else(|e| panic!("{e}"));
+}
+
+/// `ERNIED_TEST_BLESS=1 cargo test -p ernied reference_is_current` writes the page anew.
+#[test]
+fn the_configuration_reference_is_current() {
+    let page = format!(
+        "# Configuration\n\nMade from the table of settings. Precedence: flags, `ERNIED_*` environment, the file given with \
+         `--config`, defaults. `ernied check-config --example` prints a file with everything; `ernie-ctl config show --origin` \
+         tells where each value in force comes from.\n\n{}",
+        show::reference()
+    );
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/configuration.md");
+    if std::env::var_os("ERNIED_TEST_BLESS").is_some() {
+        std::fs::write(&path, &page).expect("written");
+    }
+    assert_eq!(std::fs::read_to_string(&path).expect("docs/configuration.md"), page);
 }
 
 #[test]

@@ -253,7 +253,13 @@ impl KeyStore {
     }
 
     /// Makes a key; the secret is in this answer and nowhere else.
-    pub async fn create(&self, new: &NewKey, actor: Actor, role: &'static str, configured: &[Secret]) -> Result<(Key, String, i64), KeyError> {
+    pub async fn create(
+        &self,
+        new: &NewKey,
+        actor: Actor,
+        role: &'static str,
+        configured: &[Secret],
+    ) -> Result<(Key, String, i64), KeyError> {
         let scope = check(new)?;
         if self.table.borrow().entries.iter().any(|e| !e.revoked && &*e.principal.name == new.name.as_str()) {
             return Err(KeyError::Exists(new.name.clone()));
@@ -269,7 +275,13 @@ impl KeyStore {
     }
 
     /// Ends a key at once. `which` is its id or its name.
-    pub async fn revoke(&self, which: &str, actor: Actor, role: &'static str, configured: &[Secret]) -> Result<(Key, i64), KeyError> {
+    pub async fn revoke(
+        &self,
+        which: &str,
+        actor: Actor,
+        role: &'static str,
+        configured: &[Secret],
+    ) -> Result<(Key, i64), KeyError> {
         let mut key = self.find(which)?;
         let act = self.begin(actor, role, "key.revoke", &key).await?;
         let seq = act.seq();
@@ -283,7 +295,13 @@ impl KeyStore {
     }
 
     /// Makes a new key with everything of the old one and ends the old one.
-    pub async fn rotate(&self, which: &str, actor: Actor, role: &'static str, configured: &[Secret]) -> Result<(Key, String, i64), KeyError> {
+    pub async fn rotate(
+        &self,
+        which: &str,
+        actor: Actor,
+        role: &'static str,
+        configured: &[Secret],
+    ) -> Result<(Key, String, i64), KeyError> {
         let old = self.find(which)?;
         let new = NewKey {
             name: old.name.clone(),
@@ -319,7 +337,13 @@ impl KeyStore {
         keys.find(|k| k.id == which || k.name == which).cloned().ok_or_else(|| KeyError::NotFound(which.to_owned()))
     }
 
-    async fn begin(&self, actor: Actor, role: &'static str, act: &'static str, key: &StoredKey) -> Result<Act, AuditUnavailable> {
+    async fn begin(
+        &self,
+        actor: Actor,
+        role: &'static str,
+        act: &'static str,
+        key: &StoredKey,
+    ) -> Result<Act, AuditUnavailable> {
         let detail = serde_json::json!({ "id": key.id, "scope": key.scope, "limits": key.limits, "models": key.models, "expires_at": key.expires_at });
         self.audit.begin(Intent { actor, role, act, subject: key.name.clone(), detail }).await
     }

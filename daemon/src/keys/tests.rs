@@ -34,7 +34,8 @@ async fn without_keys_everybody_is_anonymous_and_a_first_key_closes_the_door() {
     let dir = tempfile::tempdir().expect("temp");
     let keys = store(dir.path(), &[]).await;
     assert_eq!(&*keys.authenticate(&HeaderMap::new()).expect("open").id, "anonymous");
-    let (key, secret, _) = keys.create(&named("app", KeyLimits::default()), Actor::Daemon, "admin", &[]).await.expect("made");
+    let (key, secret, _) =
+        keys.create(&named("app", KeyLimits::default()), Actor::Daemon, "admin", &[]).await.expect("made");
     assert_eq!(keys.authenticate(&HeaderMap::new()), Err(KeyRefusal::Missing));
     assert_eq!(keys.authenticate(&bearer("ek-wrong")), Err(KeyRefusal::Unknown));
     assert_eq!(*keys.authenticate(&bearer(&secret)).expect("known").id, *key.id);
@@ -47,7 +48,8 @@ async fn without_keys_everybody_is_anonymous_and_a_first_key_closes_the_door() {
 async fn keys_outlive_a_restart_and_their_secret_is_nowhere_on_disk() {
     let dir = tempfile::tempdir().expect("temp");
     let first = store(dir.path(), &[]).await;
-    let (_, secret, _) = first.create(&named("app", KeyLimits::default()), Actor::Daemon, "admin", &[]).await.expect("made");
+    let (_, secret, _) =
+        first.create(&named("app", KeyLimits::default()), Actor::Daemon, "admin", &[]).await.expect("made");
     first.audit.close().await;
     let again = store(dir.path(), &[]).await;
     assert_eq!(&*again.authenticate(&bearer(&secret)).expect("known").name, "app");
@@ -91,7 +93,9 @@ async fn each_limit_refuses_with_its_name_and_a_time_to_come_back() {
     let dir = tempfile::tempdir().expect("temp");
     let keys = store(dir.path(), &[]).await;
     let principal = |keys: &KeyStore, secret: &str| keys.authenticate(&bearer(secret)).expect("known");
-    let make = async |name: &str, limits: KeyLimits| keys.create(&named(name, limits), Actor::Daemon, "admin", &[]).await.expect("made").1;
+    let make = async |name: &str, limits: KeyLimits| {
+        keys.create(&named(name, limits), Actor::Daemon, "admin", &[]).await.expect("made").1
+    };
 
     let rpm = make("rpm", KeyLimits { requests_per_minute: 2, ..KeyLimits::default() }).await;
     let p = principal(&keys, &rpm);
@@ -148,7 +152,14 @@ async fn keys_never_share_a_prefix_cache() {
 async fn what_is_not_a_key_is_refused() {
     let dir = tempfile::tempdir().expect("temp");
     let keys = store(dir.path(), &[Secret::new("sk-one-long-enough".into())]).await;
-    for value in ["Bearer", "Bearer ", "Basic sk-one-long-enough", "sk-one-long-enough", "Bearer sk-one-long-enoug", "Bearersk-one-long-enough"] {
+    for value in [
+        "Bearer",
+        "Bearer ",
+        "Basic sk-one-long-enough",
+        "sk-one-long-enough",
+        "Bearer sk-one-long-enoug",
+        "Bearersk-one-long-enough",
+    ] {
         let headers = HeaderMap::from_iter([(header::AUTHORIZATION, HeaderValue::from_str(value).expect("a header"))]);
         assert!(keys.authenticate(&headers).is_err(), "{value:?}");
     }

@@ -142,9 +142,11 @@ pub fn holder_of(port: u16) -> Option<Holder> {
         return None;
     }
     procfs::process::all_processes().ok()?.flatten().find_map(|process| {
-        let holds = process.fd().ok()?.flatten().any(|fd| {
-            matches!(fd.target, procfs::process::FDTarget::Socket(inode) if inodes.contains(&inode))
-        });
+        let holds = process
+            .fd()
+            .ok()?
+            .flatten()
+            .any(|fd| matches!(fd.target, procfs::process::FDTarget::Socket(inode) if inodes.contains(&inode)));
         let name = || process.stat().map(|s| s.comm).unwrap_or_default();
         holds.then(|| Holder { pid: u32::try_from(process.pid).unwrap_or(0), name: name() })
     })

@@ -181,17 +181,15 @@ impl Milestones {
     }
 
     pub fn engine_config(self, model: &str, tokenizer: &str, dtype: &str) {
-        tracing::info!("Started engine with config: model='{model}', tokenizer='{tokenizer}', tensor_parallel_size=1, dtype={dtype}");
+        tracing::info!(
+            "Started engine with config: model='{model}', tokenizer='{tokenizer}', tensor_parallel_size=1, dtype={dtype}"
+        );
     }
 
     pub fn loaded(self, used_bytes: u64, limit_bytes: u64) {
         // The words are the owner's; on a machine without a GPU it is the memory of the worker.
         let gb = |bytes: u64| bytes as f64 / 1e9;
-        tracing::info!(
-            "Model loaded successfully. GPU memory usage: {:.1}/{:.1} GB",
-            gb(used_bytes),
-            gb(limit_bytes)
-        );
+        tracing::info!("Model loaded successfully. GPU memory usage: {:.1}/{:.1} GB", gb(used_bytes), gb(limit_bytes));
     }
 
     pub fn listening(self, url: &str) {

@@ -36,7 +36,9 @@ fn written(dir: &Path) -> String {
 fn one_line(format: LogFormat) -> String {
     let dir = tempfile::tempdir().expect("temp");
     let (subscriber, logging) = Logging::build(&config(&dir.path().join("ernied.log"), format)).expect("opened");
-    tracing::dispatcher::with_default(&Dispatch::new(subscriber), || tracing::info!(answer = 42, "Serving on http://x"));
+    tracing::dispatcher::with_default(&Dispatch::new(subscriber), || {
+        tracing::info!(answer = 42, "Serving on http://x")
+    });
     drop(logging);
     written(dir.path())
 }

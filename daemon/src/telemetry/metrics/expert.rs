@@ -24,7 +24,11 @@ impl Experts {
                 "Tokens of the busiest expert over the mean of its layer, since load; 1 is even.",
                 &["engine", "layer"],
             ),
-            idle: f.gauges("ernied_moe_experts_idle", "Experts of a layer that got no token since load.", &["engine", "layer"]),
+            idle: f.gauges(
+                "ernied_moe_experts_idle",
+                "Experts of a layer that got no token since load.",
+                &["engine", "layer"],
+            ),
             zero_active: f.counters(
                 "ernied_moe_zero_active_experts_total",
                 "Steps in which a MoE layer had tokens and no active expert: a routing bug, look at the log.",

@@ -1,8 +1,8 @@
 //! Makes metric families in one registry, and remembers their labels for the reference.
 
 use prometheus::{
-    Counter, Gauge, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, Opts, Registry,
-    core::Collector, proto::MetricFamily,
+    Counter, Gauge, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, Opts,
+    Registry, core::Collector, proto::MetricFamily,
 };
 use std::sync::Mutex;
 

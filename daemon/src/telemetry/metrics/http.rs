@@ -9,7 +9,8 @@ const FINE: &[f64] = &[
     0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5, 4.0, 4.5, 5.0, 7.5, 10.0, 30.0, 60.0,
 ];
 /// Probes and scrapes would drown the rest.
-const EXCLUDED: &[&str] = &["/metrics", "/health", "/load", "/ping", "/version", "/server_info", "/ready", "/readyz", "/livez"];
+const EXCLUDED: &[&str] =
+    &["/metrics", "/health", "/load", "/ping", "/version", "/server_info", "/ready", "/readyz", "/livez"];
 /// Label values come from requests: anything else is `other`.
 const METHODS: &[&str] = &["GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS", "PATCH"];
 

@@ -23,6 +23,7 @@ use ernie_proto::worker::{LoadPhase, StepStats};
 use families::Families;
 use std::collections::HashMap;
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 /// Names that are copies of another family, made at the scrape. `(copy, original, only with legacy names)`.
@@ -116,6 +117,8 @@ pub enum Rejection {
 }
 
 impl Rejection {
+    const ALL: [Rejection; 2] = [Self::QueuedRequests, Self::QueuedTokens];
+
     fn label(self) -> &'static str {
         match self {
             Self::QueuedRequests => "max_num_queued_reqs",
@@ -168,6 +171,8 @@ pub struct Metrics {
     experts: expert::Experts,
     /// Last counters of each worker, to turn "since load" into differences. Held for a few additions only.
     last: Mutex<HashMap<WorkerId, StepStats>>,
+    /// Bytes of one KV block, as the last scrape knew it.
+    block_bytes: AtomicU64,
 }
 
 impl Metrics {
@@ -178,7 +183,17 @@ impl Metrics {
         let http = http::Http::new(&families);
         let process = process::Process::new(&families);
         let experts = expert::Experts::new(&families);
-        Self { setup, families, vllm, own, http, process, experts, last: Mutex::new(HashMap::new()) }
+        Self {
+            setup,
+            families,
+            vllm,
+            own,
+            http,
+            process,
+            experts,
+            last: Mutex::new(HashMap::new()),
+            block_bytes: AtomicU64::new(0),
+        }
     }
 
     pub fn setup(&self) -> &MetricsSetup {
@@ -224,6 +239,10 @@ impl Metrics {
         let mut last = self.last.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let previous = last.remove(&worker).unwrap_or_default();
         self.vllm.step(engine, stats, &previous);
+        let block = self.block_bytes.load(Ordering::Relaxed);
+        let stored = stats.swapped_out_blocks.saturating_sub(previous.swapped_out_blocks) * block;
+        let loaded = stats.swapped_in_blocks.saturating_sub(previous.swapped_in_blocks) * block;
+        self.vllm.swap_bytes(engine, stored, loaded);
         self.own.step(engine, stats, &previous, self.setup.max_num_batched_tokens);
         let mut kept = stats.clone();
         // Expert counters come about once a second; the last ones seen are the base of the next difference.
@@ -283,6 +302,9 @@ impl Metrics {
 
     /// Everything as text. `accept` is the scraper's `Accept` header.
     pub fn render(&self, fleet: &FleetFigures, accept: Option<&str>) -> (&'static str, String) {
+        if let Some(e) = fleet.engines.iter().find(|e| e.num_blocks > 0) {
+            self.block_bytes.store(e.kv_bytes / u64::from(e.num_blocks), Ordering::Relaxed);
+        }
         self.vllm.fleet(fleet);
         self.own.fleet(fleet);
         self.process.refresh();

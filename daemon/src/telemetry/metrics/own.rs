@@ -7,8 +7,8 @@ use prometheus::{Gauge, GaugeVec, Histogram, HistogramVec, IntCounter, IntCounte
 
 /// Fine enough for a 0.3B model on a quick device: 0.5 ms and up.
 const FINE: &[f64] = &[
-    0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75, 1.0,
-    2.0, 5.0, 10.0, 30.0, 60.0,
+    0.0005, 0.001, 0.002, 0.003, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 0.75,
+    1.0, 2.0, 5.0, 10.0, 30.0, 60.0,
 ];
 const BATCH: &[f64] = &[1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0];
 const CUTOVER: &[f64] = &[0.001, 0.005, 0.01, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0];
@@ -16,7 +16,7 @@ const CUTOVER: &[f64] = &[0.001, 0.005, 0.01, 0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0
 /// Words of `ernied_key_refusals_total{reason}`; anything else is `other`.
 const KEY_REFUSALS: &[&str] = &["missing", "unknown", "expired", "revoked", "limit", "model", "other"];
 /// Words of `ernied_rollout_state{state}`.
-const ROLLOUT_STATES: &[&str] = &["steady", "verifying", "loading", "probing", "soaking", "restoring"];
+const ROLLOUT_STATES: &[&str] = &["steady", "verifying", "clearing", "loading", "probing", "soaking", "restoring"];
 const LOAD_PHASES: [(LoadPhase, &str); 4] = [
     (LoadPhase::Open, "open"),
     (LoadPhase::Weights, "weights"),
@@ -116,7 +116,11 @@ impl Own {
                 "Memory this daemon and its workers may use: the cgroup's limit, or the machine's memory.",
             ),
             load: f.gauges("ernied_load_seconds", "Seconds the last load took, by phase.", &["engine", "phase"]),
-            build: f.gauges("ernied_build_info", "Version and instruction set as labels; always 1.", &["version", "isa"]),
+            build: f.gauges(
+                "ernied_build_info",
+                "Version and instruction set as labels; always 1.",
+                &["version", "isa"],
+            ),
             deployment: f.gauges(
                 "ernied_deployment_info",
                 "Revision that serves, as a label; always 1.",
@@ -148,15 +152,17 @@ impl Own {
                 "Requests that went on at another worker after theirs died, without a lost token.",
             ),
             audit_writes: ["ok", "failed"].map(|outcome| audit.with_label_values(&[outcome])),
-            usage_dropped: f.counter(
-                "ernied_usage_rows_dropped_total",
-                "Usage figures that could not be stored; serving went on.",
-            ),
+            usage_dropped: f
+                .counter("ernied_usage_rows_dropped_total", "Usage figures that could not be stored; serving went on."),
             log_dropped: f.counter(
                 "ernied_log_lines_dropped_total",
                 "Log lines lost because the disk was full or the queue to the log writer was.",
             ),
-            key_refusals: f.counters("ernied_key_refusals_total", "Requests refused at the API key, by reason.", &["reason"]),
+            key_refusals: f.counters(
+                "ernied_key_refusals_total",
+                "Requests refused at the API key, by reason.",
+                &["reason"],
+            ),
             rollout: f.gauges("ernied_rollout_state", "1 for the state the model swap is in.", &["state"]),
             swap_cutover: f.histogram(
                 "ernied_swap_cutover_seconds",

@@ -18,7 +18,8 @@ pub(super) struct Process {
 impl Process {
     pub(super) fn new(f: &Families) -> Self {
         Self {
-            cpu: f.counter_f64("process_cpu_seconds_total", "User and system time of the daemon, workers not included."),
+            cpu: f
+                .counter_f64("process_cpu_seconds_total", "User and system time of the daemon, workers not included."),
             resident: f.int_gauge("process_resident_memory_bytes", "Resident memory of the daemon."),
             virtual_memory: f.int_gauge("process_virtual_memory_bytes", "Virtual memory of the daemon."),
             open_fds: f.int_gauge("process_open_fds", "Open file descriptors of the daemon."),

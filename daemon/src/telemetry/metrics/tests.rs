@@ -1,6 +1,7 @@
 //! What boards, routers and alerts rely on.
 
 use super::*;
+use std::path::Path;
 
 fn metrics() -> Metrics {
     Metrics::new(MetricsSetup {
@@ -32,7 +33,11 @@ fn value(text: &str, series: &str) -> f64 {
 fn the_golden_list_of_families_stands() {
     let described: String =
         metrics().describe().iter().map(|f| format!("{} {} {}\n", f.name, f.kind, f.labels.join(","))).collect();
-    let golden = include_str!("golden_families.txt");
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("src/telemetry/metrics/golden_families.txt");
+    if std::env::var_os("ERNIED_TEST_BLESS").is_some() {
+        std::fs::write(&path, &described).expect("written");
+    }
+    let golden = &std::fs::read_to_string(&path).expect("the golden list");
     let only_in = |a: &str, b: &str| -> Vec<String> {
         a.lines().filter(|l| !b.lines().any(|other| other == *l)).map(str::to_owned).collect()
     };
@@ -41,21 +46,52 @@ fn the_golden_list_of_families_stands() {
     assert!(new.is_empty(), "new families, add them to golden_families.txt and docs/metrics.md:\n{}", new.join("\n"));
 }
 
+/// `ERNIED_TEST_BLESS=1 cargo test -p ernied reference_is_current` writes the pages anew.
+#[test]
+fn the_metrics_reference_is_current() {
+    let mut page = String::from(
+        "# Metrics\n\nEvery family that `GET /metrics` offers, made from the code. Names of vLLM keep vLLM's meaning, labels \
+         and buckets; `ernied_*` are ours. `vllm:request_success_count` only with `metrics.legacy_names`.\n\n\
+         | name | type | labels | what it is |\n|---|---|---|---|\n",
+    );
+    for f in metrics().describe() {
+        page.push_str(&format!("| `{}` | {} | {} | {} |\n", f.name, f.kind, f.labels.join(", "), f.help));
+    }
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../docs/metrics.md");
+    if std::env::var_os("ERNIED_TEST_BLESS").is_some() {
+        std::fs::write(&path, &page).expect("written");
+    }
+    assert_eq!(std::fs::read_to_string(&path).expect("docs/metrics.md"), page);
+}
+
 #[test]
 fn all_series_of_vllm_are_there_at_zero_from_the_first_scrape() {
     let text = scrape(&metrics());
     let base = r#"engine="0",model_name="ernie-demo""#;
     for reason in ["stop", "length", "abort", "error", "repetition"] {
-        let series = format!(r#"vllm:request_success_total{{engine="0",finished_reason="{reason}",model_name="ernie-demo"}}"#);
+        let series =
+            format!(r#"vllm:request_success_total{{engine="0",finished_reason="{reason}",model_name="ernie-demo"}}"#);
         assert_eq!(value(&text, &series), 0.0);
     }
     for name in [
-        "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:num_requests_swapped", "vllm:kv_cache_usage_perc",
-        "vllm:gpu_cache_usage_perc", "vllm:cpu_cache_usage_perc", "vllm:prompt_tokens_total", "vllm:generation_tokens_total",
-        "vllm:num_preemptions_total", "vllm:prefix_cache_queries_total", "vllm:prefix_cache_hits_total",
-        "vllm:gpu_prefix_cache_queries_total", "vllm:gpu_prefix_cache_hits_total", "vllm:corrupted_requests_total",
-        "vllm:e2e_request_latency_seconds_count", "vllm:time_to_first_token_seconds_sum",
-        "vllm:time_per_output_token_seconds_count", "vllm:iteration_tokens_total_count",
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+        "vllm:num_requests_swapped",
+        "vllm:kv_cache_usage_perc",
+        "vllm:gpu_cache_usage_perc",
+        "vllm:cpu_cache_usage_perc",
+        "vllm:prompt_tokens_total",
+        "vllm:generation_tokens_total",
+        "vllm:num_preemptions_total",
+        "vllm:prefix_cache_queries_total",
+        "vllm:prefix_cache_hits_total",
+        "vllm:gpu_prefix_cache_queries_total",
+        "vllm:gpu_prefix_cache_hits_total",
+        "vllm:corrupted_requests_total",
+        "vllm:e2e_request_latency_seconds_count",
+        "vllm:time_to_first_token_seconds_sum",
+        "vllm:time_per_output_token_seconds_count",
+        "vllm:iteration_tokens_total_count",
     ] {
         assert_eq!(value(&text, &format!("{name}{{{base}}}")), 0.0, "{name}");
     }
@@ -68,7 +104,8 @@ fn all_series_of_vllm_are_there_at_zero_from_the_first_scrape() {
 fn bucket_bounds_are_printed_as_python_prints_them() {
     let text = scrape(&metrics());
     for le in ["0.001", "1.0", "2.5", "10.0", "2560.0", "+Inf"] {
-        let series = format!(r#"vllm:time_to_first_token_seconds_bucket{{engine="0",model_name="ernie-demo",le="{le}"}}"#);
+        let series =
+            format!(r#"vllm:time_to_first_token_seconds_bucket{{engine="0",model_name="ernie-demo",le="{le}"}}"#);
         assert_eq!(value(&text, &series), 0.0);
     }
     assert!(!text.contains(r#"le="1""#));

@@ -3,24 +3,22 @@
 //! Never change a bucket here; finer ones are in `own`.
 
 use super::families::Families;
-use super::{CacheSettings, FinishedReason, FleetFigures, MetricsSetup, RequestFigures};
+use super::{CacheSettings, FinishedReason, FleetFigures, MetricsSetup, Rejection, RequestFigures};
 use ernie_proto::worker::StepStats;
 use prometheus::{Gauge, GaugeVec, Histogram, IntCounter, IntCounterVec};
 
 const TTFT: &[f64] = &[
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0,
-    640.0, 2560.0,
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
+    160.0, 640.0, 2560.0,
 ];
-const ITL: &[f64] = &[
-    0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
-];
+const ITL: &[f64] =
+    &[0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0];
 const LATENCY: &[f64] = &[
-    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0,
-    7680.0,
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
+    1920.0, 7680.0,
 ];
 const CHOICES: &[f64] = &[1.0, 2.0, 5.0, 10.0, 20.0];
-const STEP_TOKENS: &[f64] =
-    &[1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0];
+const STEP_TOKENS: &[f64] = &[1.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 2048.0, 4096.0, 8192.0, 16384.0];
 const BASE: &[&str] = &["model_name", "engine"];
 
 /// 1-2-5 up to and including the largest value that `max` reaches.
@@ -123,7 +121,7 @@ impl Vllm {
             "Requests refused with 503 because a queue bound was reached, by bound.",
             &["model_name", "reason"],
         );
-        let rejections = ["max_num_queued_reqs", "max_num_queued_tokens"].map(|r| rejections.with_label_values(&[model, r]));
+        let rejections = Rejection::ALL.map(|r| rejections.with_label_values(&[model, r.label()]));
         Self {
             model_name: model.to_owned(),
             cache: setup.cache.clone(),
@@ -186,7 +184,11 @@ impl Vllm {
                 &[0.0, 1.0, 2.0, 5.0, 10.0],
             ),
             throughput: std::sync::Mutex::new(vec![
-                Throughput { since: std::time::Instant::now(), prompt: 0, generated: 0 };
+                Throughput {
+                    since: std::time::Instant::now(),
+                    prompt: 0,
+                    generated: 0
+                };
                 setup.engines.max(1) as usize
             ]),
         }
@@ -270,7 +272,11 @@ impl Vllm {
             e.waiting.set(live(s.waiting));
             e.waiting_capacity.set(live(s.waiting));
             e.swapped.set(live(s.swapped));
-            e.kv_usage.set(if figures.up { share(s.blocks_total - s.blocks_free.min(s.blocks_total), s.blocks_total) } else { 0.0 });
+            e.kv_usage.set(if figures.up {
+                share(s.blocks_total - s.blocks_free.min(s.blocks_total), s.blocks_total)
+            } else {
+                0.0
+            });
             e.cpu_usage.set(share(s.swap_blocks_used, s.swap_blocks_total));
             if s.prefix_queries_tokens > 0 {
                 e.gpu_hit_rate.set(s.prefix_hits_tokens as f64 / s.prefix_queries_tokens as f64);
