@@ -68,6 +68,8 @@ pub struct GenerateRequest {
     pub deadline: Option<Instant>,
     /// As the client gave it or as we made it; for the log line.
     pub request_id: Arc<str>,
+    /// Whether its end is worth a line.
+    pub log: bool,
 }
 
 /// What an answer brings, in order.
@@ -348,6 +350,7 @@ struct Figures {
     metrics: Arc<Metrics>,
     admitted: Arc<Admitted>,
     request_id: Arc<str>,
+    log: bool,
     arrival: Instant,
     started: Option<Instant>,
     first_token: Option<Instant>,
@@ -367,6 +370,7 @@ impl Figures {
             metrics,
             admitted,
             request_id: request.request_id.clone(),
+            log: request.log,
             arrival: request.arrival,
             started: None,
             first_token: None,
@@ -438,6 +442,9 @@ impl Figures {
             completion_tokens: u64::from(self.generated),
         };
         self.admitted.keys.record(&self.admitted.principal, usage);
+        if !self.log {
+            return;
+        }
         tracing::info!(
             target: "ernied::requests",
             request_id = &*self.request_id,

@@ -164,6 +164,20 @@ impl Control {
         Arc::clone(&self.in_force.borrow().config)
     }
 
+    /// Calls `apply` with the configuration in force, now and after every reload.
+    pub fn follow(&self, apply: impl Fn(&Config) + Send + 'static) {
+        let mut in_force = self.in_force.subscribe();
+        tokio::spawn(async move {
+            loop {
+                let config = Arc::clone(&in_force.borrow_and_update().config);
+                apply(&config);
+                if in_force.changed().await.is_err() {
+                    return;
+                }
+            }
+        });
+    }
+
     pub fn log(&self) -> &LogControl {
         &self.log
     }

@@ -12,6 +12,7 @@ pub use limits::AdmissionLimits;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
+use tokio::sync::watch;
 
 /// Why a request was not let in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
@@ -32,7 +33,7 @@ impl Refusal {
 /// Counts what is under way.
 #[derive(Debug)]
 pub struct Admission {
-    limits: AdmissionLimits,
+    limits: watch::Sender<AdmissionLimits>,
     choices: AtomicUsize,
     requests: AtomicUsize,
     /// Prompt tokens of requests that have not begun.
@@ -42,15 +43,20 @@ pub struct Admission {
 impl Admission {
     pub fn new(limits: AdmissionLimits) -> Arc<Self> {
         Arc::new(Self {
-            limits,
+            limits: watch::Sender::new(limits),
             choices: AtomicUsize::new(0),
             requests: AtomicUsize::new(0),
             waiting_tokens: AtomicU64::new(0),
         })
     }
 
-    pub fn limits(&self) -> &AdmissionLimits {
-        &self.limits
+    pub fn limits(&self) -> AdmissionLimits {
+        self.limits.borrow().clone()
+    }
+
+    /// New bounds count for the next request; nobody who is in has to leave.
+    pub fn set_limits(&self, limits: AdmissionLimits) {
+        self.limits.send_replace(limits);
     }
 
     /// Requests under way.
@@ -60,12 +66,13 @@ impl Admission {
 
     /// Lets a request for `choices` answers in. An empty house takes any request, however large.
     pub fn admit(self: &Arc<Self>, choices: usize) -> Result<Permit, Refusal> {
-        let bound = self.limits.choices_max();
+        let limits = self.limits();
+        let bound = limits.choices_max();
         let admitted = self.choices.fetch_update(Ordering::AcqRel, Ordering::Acquire, |under_way| {
             (under_way == 0 || under_way + choices <= bound).then_some(under_way + choices)
         });
         if admitted.is_err() {
-            return Err(Refusal::QueueFull { running: self.limits.running_max, queued: self.limits.queued_max });
+            return Err(Refusal::QueueFull { running: limits.running_max, queued: limits.queued_max });
         }
         self.requests.fetch_add(1, Ordering::Relaxed);
         Ok(Permit { admission: self.clone(), choices, waiting_tokens: AtomicU64::new(0) })
@@ -83,7 +90,7 @@ pub struct Permit {
 impl Permit {
     /// Counts the prompt, once its length is known. An empty queue takes any prompt.
     pub fn wait_with(&self, tokens: u64) -> Result<(), Refusal> {
-        let Some(limit) = self.admission.limits.queued_tokens_max else { return Ok(()) };
+        let Some(limit) = self.admission.limits().queued_tokens_max else { return Ok(()) };
         let waiting = &self.admission.waiting_tokens;
         let counted = waiting.fetch_update(Ordering::AcqRel, Ordering::Acquire, |waiting| {
             (waiting == 0 || waiting + tokens <= limit).then_some(waiting + tokens)

@@ -3,7 +3,7 @@
 //! One thread with a runtime of its own accepts and looks at the first bytes of a connection: probes and scrapes are
 //! answered right there, everything else is handed to the main runtime. So a probe never queues behind requests.
 
-use crate::http::listen::{ListenSettings, serve};
+use crate::http::listen::serve;
 use crate::http::{Api, health_router, router};
 use axum::serve::Listener;
 use std::future::pending;
@@ -47,7 +47,7 @@ impl Front {
         let main = Handed { connections: from_front, address };
         let everything = router(Arc::clone(api));
         let health = health_router(Arc::clone(api));
-        let settings = ListenSettings::default();
+        let settings = api.listen_settings();
         served.spawn(serve(main, everything.clone(), settings.clone(), stop_accepting.clone()));
         if let Some(uds) = uds {
             let uds = tokio::net::UnixListener::from_std(uds)?;

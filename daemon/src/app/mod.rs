@@ -170,6 +170,10 @@ async fn start(
         listening: vec![url(address)],
         started,
     });
+    control.follow({
+        let http = Arc::clone(&http);
+        move |config| http.apply(config)
+    });
     crate::admin::serve(admin_socket, &control)
         .map_err(|source| StartError::System { what: "the admin socket can not be served", source })?;
     Ok(life::Daemon {

@@ -56,6 +56,16 @@ pub struct ServerConfig {
     pub lame_duck: Duration,
     /// A request that takes longer is ended. `None`: no limit.
     pub request_timeout: Option<Duration>,
+    /// Between comments on a silent stream.
+    pub keep_alive: Duration,
+    /// How long a client may take for the headers of a request.
+    pub header_timeout: Duration,
+    /// How long a client may take for a body.
+    pub body_timeout: Duration,
+    /// Refuse fields that nobody knows.
+    pub strict_requests: bool,
+    /// Name thinking `reasoning_content` as well.
+    pub reasoning_content: bool,
 }
 
 /// Shape of error bodies, `vllm-compat` §5.
@@ -130,6 +140,8 @@ pub struct LimitsConfig {
     pub max_choices: u32,
     /// Alternatives per token.
     pub max_logprobs: u32,
+    /// Bound of every chat's history in tokens.
+    pub truncate_history: Option<u32>,
 }
 
 #[derive(Debug, Clone, PartialEq)]

@@ -68,6 +68,7 @@ pub fn resolve(
             max_queued_tokens: r.integer("limits.max_queued_tokens", 1, u64::MAX),
             max_choices: r.u32("limits.max_choices", 1, 1024),
             max_logprobs: r.u32("limits.max_logprobs", 0, 1000),
+            truncate_history: r.optional("limits.truncate_history", |t| parse::integer(t, 1, 1 << 30).map(|n| n as u32)),
         },
         logging: r.logging(),
         metrics: MetricsConfig { legacy_names: r.bool("metrics.legacy_names") },
@@ -124,6 +125,11 @@ impl Resolver<'_> {
             drain_timeout: self.duration("server.drain_timeout"),
             lame_duck: self.duration("server.lame_duck"),
             request_timeout: self.optional("server.request_timeout", parse::duration),
+            keep_alive: self.duration("server.keep_alive"),
+            header_timeout: self.duration("server.header_timeout"),
+            body_timeout: self.duration("server.body_timeout"),
+            strict_requests: self.bool("server.strict_requests"),
+            reasoning_content: self.bool("server.reasoning_content"),
         }
     }
 

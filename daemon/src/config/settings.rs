@@ -73,11 +73,16 @@ pub const SETTINGS: &[Setting] = settings! {
     "server.api_keys" "api-key" SecretList("KEY"), "", Live, "accept this key; may be repeated (named keys with limits: ernie-ctl key create)";
     "server.api_key_file" "api-key-file" Value("PATH"), "", Live, "read keys from this file, one a line (systemd: LoadCredential)";
     "server.error_style" "error-style" Value("vllm|openai"), "vllm", Live, "error.code as the HTTP status (vllm) or as a word (openai)";
-    "server.allowed_origins" "allowed-origins" List("ORIGIN"), "*", Daemon, "origins that browsers may call from";
+    "server.allowed_origins" "allowed-origins" List("ORIGIN"), "", Daemon, "origins that browsers may call from";
     "server.max_body" "max-body" Value("SIZE"), "32MiB", Daemon, "largest request body";
     "server.drain_timeout" "drain-timeout" Value("DURATION"), "30s", Live, "how long SIGTERM lets running requests go on";
     "server.lame_duck" "lame-duck" Value("DURATION"), "0s", Live, "how long new requests are still taken after readiness was withdrawn";
     "server.request_timeout" "request-timeout" Value("DURATION"), "", Live, "end a request that takes longer";
+    "server.keep_alive" "keep-alive" Value("DURATION"), "10s", Live, "pause after which a silent stream gets a comment, so that nobody gives it up";
+    "server.header_timeout" "header-timeout" Value("DURATION"), "30s", Daemon, "how long a client may take for the headers of a request, and how long an idle connection is kept";
+    "server.body_timeout" "body-timeout" Value("DURATION"), "30s", Live, "how long a client may take for a body";
+    "server.strict_requests" "strict-requests" Switch, "false", Live, "refuse request fields that nobody knows instead of ignoring them";
+    "server.reasoning_content" "reasoning-content" Switch, "true", Live, "give thinking under its older name reasoning_content as well";
 
     "model.path" "model" Value("DIR"), "", Daemon, "folder of the model: config.json, *.safetensors, tokenizer.json";
     "model.demo" "demo" Switch, "false", Daemon, "serve the small demo model that is part of this executable";
@@ -108,8 +113,9 @@ pub const SETTINGS: &[Setting] = settings! {
 
     "limits.max_queued_requests" "max-num-queued-reqs" Value("N"), "1024", Live, "requests that may wait; more are refused with 503";
     "limits.max_queued_tokens" "max-num-queued-tokens" Value("N"), "4194304", Live, "prompt tokens that may wait; more are refused with 503";
-    "limits.max_choices" "max-choices" Value("N"), "128", Live, "largest n of a request";
+    "limits.max_choices" "max-choices" Value("N"), "16", Live, "largest n of a request";
     "limits.max_logprobs" "max-logprobs" Value("N"), "20", Live, "most alternatives per token";
+    "limits.truncate_history" "truncate-history" Value("TOKENS"), "", Live, "leave out the oldest turns of longer chats; requests may ask for their own bound";
 
     "logging.format" "log-format" Value("text|json|vllm|bracket"), "text", Daemon, "shape of log lines";
     "logging.level" "log-level" Value("LEVEL"), "info", Live, "error, warn, info, debug, trace, or directives such as info,ernied::supervisor=debug";

@@ -18,7 +18,7 @@ pub async fn object(api: &Api, request: Request) -> Result<Map<String, Value>, A
 
 /// Reads a body of any kind.
 pub async fn bytes(api: &Api, request: Request) -> Result<Bytes, ApiError> {
-    let most = api.settings.max_body_bytes;
+    let most = api.settings().max_body_bytes;
     let too_large = || {
         ApiError::new(ErrorKind::TooLarge, format!("the body is larger than the limit of {most} bytes"))
             .with_param("body")
@@ -28,7 +28,7 @@ pub async fn bytes(api: &Api, request: Request) -> Result<Bytes, ApiError> {
         return Err(too_large());
     }
     let limited = Limited::new(request.into_body(), usize::try_from(most).unwrap_or(usize::MAX));
-    match tokio::time::timeout(api.settings.body_timeout, limited.collect()).await {
+    match tokio::time::timeout(api.settings().body_timeout, limited.collect()).await {
         Ok(Ok(collected)) => Ok(collected.to_bytes()),
         Ok(Err(e)) if e.is::<LengthLimitError>() => Err(too_large()),
         Ok(Err(e)) => {
@@ -36,7 +36,7 @@ pub async fn bytes(api: &Api, request: Request) -> Result<Bytes, ApiError> {
         }
         Err(_) => Err(ApiError::new(
             ErrorKind::Timeout,
-            format!("the body did not come within {} s", api.settings.body_timeout.as_secs_f64()),
+            format!("the body did not come within {} s", api.settings().body_timeout.as_secs_f64()),
         )
         .with_param("body")),
     }

@@ -46,7 +46,7 @@ impl Caller {
                 }
             }
         };
-        let limit = match (asked, api.settings.request_timeout) {
+        let limit = match (asked, api.settings().request_timeout) {
             (Some(a), Some(b)) => Some(a.min(b)),
             (a, b) => a.or(b),
         };
@@ -116,7 +116,7 @@ impl Api {
         let key = Some(&*caller.principal.id);
         let deployment = match self.fleet.pick(key) {
             Some(deployment) => deployment,
-            None => self.fleet.pick_or_wait(key, self.settings.model_patience).await?,
+            None => self.fleet.pick_or_wait(key, self.settings().model_patience).await?,
         };
         if let Some(model) = model {
             if !deployment.served_names.iter().any(|n| n == model) {
@@ -136,7 +136,7 @@ impl Api {
     /// Members that nobody knows: named in the log, or refused.
     pub fn unknown_members(&self, unknown: &[String]) -> Result<(), ApiError> {
         let Some(first) = unknown.first() else { return Ok(()) };
-        if self.settings.strict_requests {
+        if self.settings().strict_requests {
             return Err(ApiError::value(first, format!("the field `{first}` is not known (--strict-requests)")));
         }
         let shown: Vec<String> = unknown.iter().take(8).map(|n| n.chars().take(64).collect()).collect();
@@ -192,6 +192,7 @@ impl Api {
             arrival: caller.request_id.arrival,
             deadline: caller.deadline,
             request_id: caller.request_id.id.clone(),
+            log: self.settings().log_requests,
         };
         Ok(generate::generate(&self.fleet, &self.metrics, request, admitted.clone()).await?)
     }

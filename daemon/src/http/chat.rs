@@ -62,7 +62,7 @@ pub async fn begin(
     request: ChatCompletionRequest,
     stream: bool,
 ) -> Result<Chat, ApiError> {
-    let most = api.settings.limits.choices_max as usize;
+    let most = api.settings().limits.choices_max as usize;
     let wanted = usize::try_from(request.common.n.unwrap_or(1)).unwrap_or(1).min(most);
     let admitted = api.admit(&caller, wanted)?;
     let deployment = api.deployment(&caller, request.common.model.as_deref()).await?;
@@ -86,7 +86,7 @@ impl ChatPlan {
         deployment: &Deployment,
         stream: bool,
     ) -> Result<ChatPlan, ApiError> {
-        let settings = &api.settings;
+        let settings = api.settings();
         let logprobs = match (request.logprobs, request.top_logprobs) {
             (true, n) => Some(("logprobs", n.unwrap_or(0))),
             (false, None | Some(0)) => None,
@@ -131,7 +131,7 @@ impl ChatPlan {
         let ChatPlan { checked, conversation, tools, thinks } = self;
         let common = &request.common;
         let echo = if common.echo { echoed(&conversation) } else { None };
-        let truncation = history::limit(&request, api.settings.truncate_history)?;
+        let truncation = history::limit(&request, api.settings().truncate_history)?;
         let add_special = common.add_special_tokens.unwrap_or(false);
         let want_prompt_text = common.return_prompt_text;
         let rendered = {
@@ -178,7 +178,7 @@ impl ChatPlan {
             wants_token_ids: checked.return_token_ids,
             wants_metrics: checked.return_metrics,
             tokens_as_ids: checked.tokens_as_ids,
-            both_reasoning_names: api.settings.reasoning_content,
+            both_reasoning_names: api.settings().reasoning_content,
             prompt_logprobs: None,
             prompt_text: want_prompt_text.then_some(prompt_text),
             echo,
@@ -202,7 +202,7 @@ async fn respond(api: &Api, chat: Chat) -> Result<Response, ApiError> {
     let Chat { mut answers, form, stream } = chat;
     if stream {
         let first = call::first_event(&mut answers).await?;
-        return Ok(sse::response(answers, first, form, api.settings.stream()));
+        return Ok(sse::response(answers, first, form, api.settings().stream()));
     }
     let completion = collect(&mut answers, form).await?;
     Ok(axum::Json(completion).into_response())

@@ -24,7 +24,7 @@ pub async fn completions(
     let mut body = body::object(&api, request).await?;
     let loc = Loc::body().member("messages");
     let conversations = as_list(loc, body.shift_remove("messages").unwrap_or_default())?;
-    let most = api.settings.limits.prompts_max;
+    let most = api.settings().limits.prompts_max;
     if conversations.is_empty() || conversations.len() > most {
         let message = format!("messages must be a list of 1 to {most} conversations, got {}.", conversations.len());
         return Err(ApiError::value("messages", message));

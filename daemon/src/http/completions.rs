@@ -41,7 +41,7 @@ pub async fn completions(
     let (mut answers, form) = begin(&api, caller, request, stream).await?;
     if stream {
         let first = call::first_event(&mut answers).await?;
-        return Ok(sse::response(answers, first, form, api.settings.stream()));
+        return Ok(sse::response(answers, first, form, api.settings().stream()));
     }
     Ok(axum::Json(collect(&mut answers, form).await?).into_response())
 }
@@ -53,7 +53,8 @@ pub async fn begin(
     request: CompletionRequest,
     stream: bool,
 ) -> Result<(Answers, CompletionForm), ApiError> {
-    let limits = &api.settings.limits;
+    let settings = api.settings();
+    let limits = &settings.limits;
     let prompts = checked_prompts(&request, limits.prompts_max)?;
     let n = usize::try_from(request.common.n.unwrap_or(1)).unwrap_or(1).min(limits.choices_max as usize);
     let admitted = api.admit(&caller, n.max(1) * prompts.len())?;

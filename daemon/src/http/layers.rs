@@ -55,7 +55,7 @@ pub async fn finish(State(api): State<Arc<Api>>, mut request: Request, next: Nex
     };
     if let Some(error) = response.extensions_mut().remove::<Arc<ApiError>>() {
         let allow = response.headers_mut().remove(header::ALLOW);
-        response = error.render(api.settings.error_style);
+        response = error.render(api.settings().error_style);
         if let Some(allow) = allow {
             response.headers_mut().insert(header::ALLOW, allow);
         }

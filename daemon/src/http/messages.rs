@@ -50,7 +50,7 @@ async fn try_create(
     let Chat { mut answers, form, .. } = chat::begin(api, caller, chat, stream).await?;
     if stream {
         let first = super::call::first_event(&mut answers).await?;
-        return Ok(sse::response(answers, first, MessageStream::new(form), api.settings.stream()));
+        return Ok(sse::response(answers, first, MessageStream::new(form), api.settings().stream()));
     }
     let message = collect(&mut answers, form).await?;
     Ok(Json(message).into_response())

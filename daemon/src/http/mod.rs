@@ -41,10 +41,12 @@ use axum::middleware::from_fn_with_state;
 use axum::routing::{any, get, post};
 use conversation::SystemPolicy;
 use http::{HeaderValue, Uri, header};
+use listen::ListenSettings;
 use sse::StreamSettings;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
+use tokio::sync::watch;
 use tokio::time::Instant;
 use tower_http::cors::{AllowHeaders, AllowMethods, AllowOrigin, CorsLayer};
 use validate::RequestLimits;
@@ -72,6 +74,8 @@ pub struct HttpSettings {
     pub system_policy: SystemPolicy,
     /// Bound of every chat's history in tokens; requests may ask for their own.
     pub truncate_history: Option<u32>,
+    /// One log line per finished request.
+    pub log_requests: bool,
     /// Texts that are rendered or encoded at the same time.
     pub text_places: usize,
 }
@@ -91,6 +95,7 @@ impl Default for HttpSettings {
             reasoning_content: true,
             system_policy: SystemPolicy::Merge,
             truncate_history: None,
+            log_requests: true,
             text_places: 2,
         }
     }
@@ -109,7 +114,8 @@ pub struct Api {
     pub admission: Arc<Admission>,
     pub metrics: Arc<Metrics>,
     pub keys: KeyStore,
-    pub settings: HttpSettings,
+    settings: watch::Sender<Arc<HttpSettings>>,
+    listen: ListenSettings,
     responses: responses::Stored,
     texts: TextPool,
     started: Instant,
@@ -126,19 +132,47 @@ impl Api {
         keys: KeyStore,
         settings: HttpSettings,
     ) -> Arc<Self> {
+        Self::with_listen(fleet, admission, metrics, keys, settings, ListenSettings::default())
+    }
+
+    fn with_listen(
+        fleet: FleetHandle,
+        admission: Arc<Admission>,
+        metrics: Arc<Metrics>,
+        keys: KeyStore,
+        settings: HttpSettings,
+        listen: ListenSettings,
+    ) -> Arc<Self> {
         let texts = TextPool::new(settings.text_places);
         Arc::new(Self {
             fleet,
             admission,
             metrics,
             keys,
-            settings,
+            settings: watch::Sender::new(Arc::new(settings)),
+            listen,
             responses: responses::Stored::default(),
             texts,
             started: Instant::now(),
             started_unix: call::unix_now(),
             leaving: AtomicBool::new(false),
         })
+    }
+
+    /// The settings in force; one request reads them where it needs them, so a reload counts from the next one on.
+    pub fn settings(&self) -> Arc<HttpSettings> {
+        self.settings.borrow().clone()
+    }
+
+    /// Takes what a reload of the configuration may change.
+    pub fn apply(&self, config: &Config) {
+        self.admission.set_limits(admission_limits(config));
+        self.settings.send_replace(Arc::new(http_settings(config)));
+    }
+
+    /// Bounds of connections, as configured at the start.
+    pub fn listen_settings(&self) -> ListenSettings {
+        self.listen.clone()
     }
 
     /// From now on probes say that this server is leaving, so that load balancers stop sending; requests are still taken.
@@ -153,18 +187,33 @@ impl Api {
 
 /// The API of a daemon, from its configuration.
 pub fn build(config: &Config, fleet: &FleetHandle, metrics: &Arc<Metrics>, keys: &KeyStore) -> Arc<Api> {
-    let limits = &config.limits;
-    let admission = Admission::new(AdmissionLimits {
+    let admission = Admission::new(admission_limits(config));
+    let listen = ListenSettings { header_timeout: config.server.header_timeout, ..ListenSettings::default() };
+    Api::with_listen(fleet.clone(), admission, metrics.clone(), keys.clone(), http_settings(config), listen)
+}
+
+fn admission_limits(config: &Config) -> AdmissionLimits {
+    AdmissionLimits {
         running_max: config.engine.max_num_seqs as usize * config.workers.count.max(1) as usize,
-        queued_max: limits.max_queued_requests as usize,
-        queued_tokens_max: Some(limits.max_queued_tokens).filter(|n| *n > 0),
-    });
+        queued_max: config.limits.max_queued_requests as usize,
+        queued_tokens_max: Some(config.limits.max_queued_tokens).filter(|n| *n > 0),
+    }
+}
+
+fn http_settings(config: &Config) -> HttpSettings {
+    let (server, limits) = (&config.server, &config.limits);
     let cores = std::thread::available_parallelism().map_or(2, std::num::NonZero::get);
-    let settings = HttpSettings {
-        error_style: config.server.error_style,
-        allowed_origins: config.server.allowed_origins.clone(),
-        max_body_bytes: config.server.max_body_bytes,
-        request_timeout: config.server.request_timeout,
+    HttpSettings {
+        error_style: server.error_style,
+        allowed_origins: server.allowed_origins.clone(),
+        max_body_bytes: server.max_body_bytes,
+        body_timeout: server.body_timeout,
+        request_timeout: server.request_timeout,
+        keep_alive: server.keep_alive,
+        strict_requests: server.strict_requests,
+        reasoning_content: server.reasoning_content,
+        log_requests: config.logging.requests,
+        truncate_history: limits.truncate_history,
         limits: RequestLimits {
             choices_max: limits.max_choices,
             logprobs_max: limits.max_logprobs,
@@ -172,8 +221,7 @@ pub fn build(config: &Config, fleet: &FleetHandle, metrics: &Arc<Metrics>, keys:
         },
         text_places: cores.div_ceil(2),
         ..HttpSettings::default()
-    };
-    Api::new(fleet.clone(), admission, metrics.clone(), keys.clone(), settings)
+    }
 }
 
 /// Every route of the public listener.
@@ -239,7 +287,7 @@ fn finished(routes: Router<Arc<Api>>, api: Arc<Api>) -> Router {
         .fallback(layers::unknown_path)
         .method_not_allowed_fallback(layers::method_not_allowed)
         .layer(from_fn_with_state(api.clone(), layers::finish));
-    let routes = match cors(&api.settings.allowed_origins) {
+    let routes = match cors(&api.settings().allowed_origins) {
         Some(cors) => routes.layer(cors),
         None => routes,
     };

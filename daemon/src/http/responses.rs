@@ -103,7 +103,7 @@ pub async fn create(
     let shape = Shape { asked, created: unix_now(), owner, api: api.clone() };
     if shape.asked.stream {
         let first = super::call::first_event(&mut answers).await?;
-        let settings = api.settings.stream();
+        let settings = api.settings().stream();
         return Ok(sse::response(answers, first, ResponseStream::new(form, shape), settings));
     }
     Ok(Json(collect(&mut answers, form, shape).await?).into_response())

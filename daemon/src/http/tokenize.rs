@@ -50,7 +50,7 @@ pub async fn tokenize(
 
 /// The conversation of a chat, tools in their place.
 fn placed(api: &Api, deployment: &Deployment, chat: &ChatCompletionRequest) -> Result<Conversation, ApiError> {
-    let settings = &api.settings;
+    let settings = api.settings();
     let template = deployment.text.template().ok_or(TextError::NoChatTemplate)?;
     let mut conversation = conversation(chat, template, deployment.name(), settings.system_policy, &settings.limits)?;
     if let Some(tools) = ToolPlan::of(chat, &settings.limits)? {
