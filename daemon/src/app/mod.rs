@@ -174,6 +174,7 @@ async fn start(
         let http = Arc::clone(&http);
         move |config| http.apply(config)
     });
+    tokio::spawn(crate::http::batches::run(Arc::clone(&http)));
     crate::admin::serve(admin_socket, &control)
         .map_err(|source| StartError::System { what: "the admin socket can not be served", source })?;
     Ok(life::Daemon {

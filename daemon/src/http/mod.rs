@@ -5,6 +5,7 @@
 
 pub mod assemble;
 pub mod auth;
+pub mod batches;
 pub mod body;
 pub mod call;
 pub mod chat;
@@ -12,6 +13,7 @@ pub mod chat_batch;
 pub mod completions;
 pub mod conversation;
 pub mod error;
+pub mod files;
 pub mod health;
 pub mod history;
 pub mod layers;
@@ -43,6 +45,7 @@ use conversation::SystemPolicy;
 use http::{HeaderValue, Uri, header};
 use listen::ListenSettings;
 use sse::StreamSettings;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -74,6 +77,8 @@ pub struct HttpSettings {
     pub system_policy: SystemPolicy,
     /// Bound of every chat's history in tokens; requests may ask for their own.
     pub truncate_history: Option<u32>,
+    /// Where files and batches are kept. `None`: they are not offered.
+    pub state_dir: Option<PathBuf>,
     /// One log line per finished request.
     pub log_requests: bool,
     /// Texts that are rendered or encoded at the same time.
@@ -95,6 +100,7 @@ impl Default for HttpSettings {
             reasoning_content: true,
             system_policy: SystemPolicy::Merge,
             truncate_history: None,
+            state_dir: None,
             log_requests: true,
             text_places: 2,
         }
@@ -117,6 +123,8 @@ pub struct Api {
     settings: watch::Sender<Arc<HttpSettings>>,
     listen: ListenSettings,
     responses: responses::Stored,
+    files: Option<files::Files>,
+    batches: Option<batches::Batches>,
     texts: TextPool,
     started: Instant,
     started_unix: u64,
@@ -144,6 +152,7 @@ impl Api {
         listen: ListenSettings,
     ) -> Arc<Self> {
         let texts = TextPool::new(settings.text_places);
+        let state_dir = settings.state_dir.clone();
         Arc::new(Self {
             fleet,
             admission,
@@ -152,6 +161,8 @@ impl Api {
             settings: watch::Sender::new(Arc::new(settings)),
             listen,
             responses: responses::Stored::default(),
+            files: state_dir.as_deref().map(files::Files::new),
+            batches: state_dir.as_deref().map(batches::Batches::new),
             texts,
             started: Instant::now(),
             started_unix: call::unix_now(),
@@ -168,6 +179,14 @@ impl Api {
     pub fn apply(&self, config: &Config) {
         self.admission.set_limits(admission_limits(config));
         self.settings.send_replace(Arc::new(http_settings(config)));
+    }
+
+    pub(crate) fn files(&self) -> Result<&files::Files, error::ApiError> {
+        self.files.as_ref().ok_or_else(no_state_dir)
+    }
+
+    pub(crate) fn batches(&self) -> Result<&batches::Batches, error::ApiError> {
+        self.batches.as_ref().ok_or_else(no_state_dir)
     }
 
     /// Bounds of connections, as configured at the start.
@@ -192,6 +211,10 @@ pub fn build(config: &Config, fleet: &FleetHandle, metrics: &Arc<Metrics>, keys:
     Api::with_listen(fleet.clone(), admission, metrics.clone(), keys.clone(), http_settings(config), listen)
 }
 
+fn no_state_dir() -> error::ApiError {
+    error::ApiError::new(error::ErrorKind::NotImplemented, "files and batches need a state directory (--state-dir)")
+}
+
 fn admission_limits(config: &Config) -> AdmissionLimits {
     AdmissionLimits {
         running_max: config.engine.max_num_seqs as usize * config.workers.count.max(1) as usize,
@@ -212,6 +235,7 @@ fn http_settings(config: &Config) -> HttpSettings {
         keep_alive: server.keep_alive,
         strict_requests: server.strict_requests,
         reasoning_content: server.reasoning_content,
+        state_dir: Some(config.paths.state_dir.clone()),
         log_requests: config.logging.requests,
         truncate_history: limits.truncate_history,
         limits: RequestLimits {
@@ -235,6 +259,12 @@ pub fn router(api: Arc<Api>) -> Router {
         .route("/v1/responses", post(responses::create))
         .route("/v1/responses/{id}", get(responses::retrieve).delete(responses::delete))
         .route("/v1/responses/{id}/cancel", post(responses::cancel))
+        .route("/v1/files", get(files::list).post(files::upload))
+        .route("/v1/files/{id}", get(files::describe).delete(files::delete))
+        .route("/v1/files/{id}/content", get(files::content))
+        .route("/v1/batches", get(batches::list).post(batches::create))
+        .route("/v1/batches/{id}", get(batches::describe))
+        .route("/v1/batches/{id}/cancel", post(batches::cancel))
         .route("/v1/messages", post(messages::create))
         .route("/v1/messages/count_tokens", post(messages::count_tokens))
         .route("/openapi.json", get(openapi::document))

@@ -1,5 +1,6 @@
 //! The API against a scripted worker: shapes as vLLM answered them, streams, errors, hostile bodies.
 
+mod batches;
 mod errors;
 mod golden;
 mod hostile;
