@@ -255,3 +255,17 @@ async fn the_document_and_the_router_know_the_same_paths() {
         assert!(paths.contains_key(path.trim_end_matches('/')), "{path} is served but not described");
     }
 }
+
+#[tokio::test]
+async fn changed_settings_count_from_the_next_request() {
+    let house = House::saying("x").await;
+    let odd = serde_json::json!({"no_such_field": 1});
+    house.chat(odd.clone()).await.ok();
+    let strict = HttpSettings { strict_requests: true, ..(*house.api.settings()).clone() };
+    house.api.settings.send_replace(Arc::new(strict));
+    assert_eq!(house.chat(odd).await.status, 400);
+    let none = AdmissionLimits { running_max: 0, queued_max: 1, queued_tokens_max: None };
+    house.api.admission.set_limits(none);
+    let _held = house.api.admission.admit(1).unwrap();
+    assert_eq!(house.chat(serde_json::json!({})).await.status, 503);
+}
