@@ -23,7 +23,11 @@ async fn the_demo_model_answers_its_own_questions_word_for_word() -> Result<()> 
             let client = client.clone();
             async move {
                 let answer = ask(&client, &question.messages).await?;
-                anyhow::Ok((question.messages.last().map(Value::to_string).unwrap_or_default(), question.answer, answer))
+                anyhow::Ok((
+                    question.messages.last().map(Value::to_string).unwrap_or_default(),
+                    question.answer,
+                    answer,
+                ))
             }
         })
         .buffer_unordered(16)

@@ -97,7 +97,8 @@ async fn a_client_that_hangs_up_frees_its_blocks() -> Result<()> {
     let daemon = TestDaemon::demo().await?;
     let client = daemon.client();
     for _ in 0..20 {
-        let body = json!({"prompt": "User: Hello\nAssistant: ", "max_tokens": 3000, "ignore_eos": true, "stream": true});
+        let body =
+            json!({"prompt": "User: Hello\nAssistant: ", "max_tokens": 3000, "ignore_eos": true, "stream": true});
         let mut stream = client.stream("/v1/completions", &body).await?;
         stream.next().await?;
         drop(stream);
@@ -139,7 +140,11 @@ async fn a_full_queue_refuses_with_503_and_retry_after() -> Result<()> {
             200 => served += 1,
             503 => {
                 refused += 1;
-                assert!(response.header("retry-after").is_some_and(|v| v.parse::<u64>().is_ok()), "{:?}", response.headers);
+                assert!(
+                    response.header("retry-after").is_some_and(|v| v.parse::<u64>().is_ok()),
+                    "{:?}",
+                    response.headers
+                );
                 assert!(response.json()?["error"]["message"].is_string());
             }
             other => anyhow::bail!("HTTP {other}: {}", response.text()),

@@ -16,7 +16,10 @@ async fn environment() -> Result<PathBuf> {
         return Ok(venv);
     }
     run(Command::new("python3").args(["-m", "venv", "--clear"]).arg(&venv)).await?;
-    run(Command::new(venv.join("bin/pip")).args(["install", "-q", "--disable-pip-version-check", "-r"]).arg(here.join("requirements.txt"))).await?;
+    run(Command::new(venv.join("bin/pip"))
+        .args(["install", "-q", "--disable-pip-version-check", "-r"])
+        .arg(here.join("requirements.txt")))
+    .await?;
     std::fs::write(&stamp, pins)?;
     Ok(venv)
 }

@@ -145,9 +145,9 @@ impl TestDaemon {
     /// One value of a metric without looking at its labels: the sum over all its series.
     pub async fn metric(&self, name: &str) -> Result<f64> {
         let text = self.client().get("/metrics").await?.text();
-        let values = text.lines().filter(|l| {
-            l.strip_prefix(name).is_some_and(|rest| rest.starts_with('{') || rest.starts_with(' '))
-        });
+        let values = text
+            .lines()
+            .filter(|l| l.strip_prefix(name).is_some_and(|rest| rest.starts_with('{') || rest.starts_with(' ')));
         Ok(values.filter_map(|l| l.rsplit(' ').next()?.parse::<f64>().ok()).sum())
     }
 }

@@ -9,9 +9,40 @@ use std::path::{Path, PathBuf};
 
 /// Inside the daemon arrows point down. A module may import what stands to its right, and itself.
 const DAEMON_IMPORTS: &[(&str, &[&str])] = &[
-    ("app", &["http", "admin", "generate", "admission", "text", "supervisor", "model_store", "audit", "keys", "telemetry", "system", "config", "cli"]),
+    (
+        "app",
+        &[
+            "http",
+            "admin",
+            "generate",
+            "admission",
+            "text",
+            "supervisor",
+            "model_store",
+            "audit",
+            "keys",
+            "telemetry",
+            "system",
+            "config",
+            "cli",
+        ],
+    ),
     ("cli", &["config"]),
-    ("http", &["generate", "admission", "text", "supervisor", "model_store", "keys", "audit", "telemetry", "system", "config"]),
+    (
+        "http",
+        &[
+            "generate",
+            "admission",
+            "text",
+            "supervisor",
+            "model_store",
+            "keys",
+            "audit",
+            "telemetry",
+            "system",
+            "config",
+        ],
+    ),
     ("admin", &["admission", "keys", "supervisor", "model_store", "text", "audit", "telemetry", "system", "config"]),
     ("generate", &["admission", "text", "supervisor", "keys", "telemetry", "config"]),
     ("admission", &["audit", "telemetry", "config"]),
@@ -28,8 +59,16 @@ const DAEMON_IMPORTS: &[(&str, &[&str])] = &[
 
 /// What a crate's manifest must not name, and why.
 const CRATE_BANS: &[(&str, &[&str], &str)] = &[
-    ("ctl", &["ernied", "ernie-engine", "ernie-kernels", "candle-core", "sqlx", "axum", "tokenizers"], "ctl knows the daemon by its socket alone"),
-    ("engine", &["tokio", "axum", "hyper", "ernie-proto", "tokenizers", "sqlx"], "the engine knows no process, socket or text"),
+    (
+        "ctl",
+        &["ernied", "ernie-engine", "ernie-kernels", "candle-core", "sqlx", "axum", "tokenizers"],
+        "ctl knows the daemon by its socket alone",
+    ),
+    (
+        "engine",
+        &["tokio", "axum", "hyper", "ernie-proto", "tokenizers", "sqlx"],
+        "the engine knows no process, socket or text",
+    ),
     ("kernels", &["tokio", "candle-core", "serde", "ernie-proto", "ernie-engine"], "kernels are compute on slices"),
     ("proto", &["tokio", "axum", "hyper", "ernie-engine"], "proto is plain data"),
 ];
@@ -116,7 +155,8 @@ fn private_paths(file: &str, text: &str, breaches: &mut Vec<String>) {
     for (number, line) in text.lines().enumerate() {
         for path in PRIVATE_PATHS {
             if let Some(at) = line.find(path)
-                && !line[..at].ends_with(|c: char| c.is_ascii_alphanumeric() || c == '.' || c == '_' || c == '-' || c == '}')
+                && !line[..at]
+                    .ends_with(|c: char| c.is_ascii_alphanumeric() || c == '.' || c == '_' || c == '-' || c == '}')
             {
                 breaches.push(format!("{file}:{}: names a path of one machine ({path}…)", number + 1));
             }
@@ -188,7 +228,11 @@ mod tests {
     #[test]
     fn an_arrow_that_points_up_is_a_breach() {
         let mut breaches = Vec::new();
-        daemon_imports("daemon/src/supervisor/mod.rs", "use crate::http::Api;\nuse crate::text::TextModel;\n", &mut breaches);
+        daemon_imports(
+            "daemon/src/supervisor/mod.rs",
+            "use crate::http::Api;\nuse crate::text::TextModel;\n",
+            &mut breaches,
+        );
         assert_eq!(breaches.len(), 1, "{breaches:?}");
         assert!(breaches[0].contains("supervisor may not import http"));
     }

@@ -96,7 +96,8 @@ pub(crate) fn run(sh: &Shell, arguments: &[String]) -> Result<()> {
                     signal(process, "CONT");
                 }
                 let requests = (users * options.requests).max(8).to_string();
-                let (input, output, users_text) = (options.input.to_string(), options.output.to_string(), users.to_string());
+                let (input, output, users_text) =
+                    (options.input.to_string(), options.output.to_string(), users.to_string());
                 let seed = format!("{}", u64::from(round) * 1_000_003 + u64::from(users) * 7919 + 1);
                 let url = &contender.url;
                 let text = cmd!(sh, "{ctl} --json bench --url {url} --concurrency {users_text} --input {input} --output {output} --requests {requests} --seed {seed}")
@@ -161,7 +162,8 @@ fn start(program: &str) -> Command {
 
 fn launch(name: &str, mut command: Command, port: u16) -> Result<Contender> {
     let process = command.spawn().with_context(|| format!("{name} does not start: {command:?}"))?;
-    let mut contender = Contender { name: name.to_owned(), url: format!("http://127.0.0.1:{port}"), process: Some(process) };
+    let mut contender =
+        Contender { name: name.to_owned(), url: format!("http://127.0.0.1:{port}"), process: Some(process) };
     let begin = Instant::now();
     while !healthy(port) {
         if let Some(status) = contender.process.as_mut().map(Child::try_wait).transpose()?.flatten() {
@@ -213,7 +215,10 @@ fn parse(arguments: &[String]) -> Result<Options> {
     while let Some(flag) = rest.next() {
         let value = rest.next().with_context(|| format!("{flag} needs a value\n{USAGE}"))?;
         let pair = || {
-            value.split_once('=').map(|(n, v)| (n.to_owned(), v.to_owned())).with_context(|| format!("{flag} NAME=VALUE"))
+            value
+                .split_once('=')
+                .map(|(n, v)| (n.to_owned(), v.to_owned()))
+                .with_context(|| format!("{flag} NAME=VALUE"))
         };
         match flag.as_str() {
             "--model" => options.model = value.clone(),

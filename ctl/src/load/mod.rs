@@ -105,7 +105,8 @@ pub(crate) async fn run(plan: &LoadPlan, on_request: impl Fn() + Send + Sync + '
                 if index >= requests {
                     return outcomes;
                 }
-                outcomes.push(target.once(prompts.make(index as u64), output_tokens).await.map_err(|e| format!("{e:#}")));
+                outcomes
+                    .push(target.once(prompts.make(index as u64), output_tokens).await.map_err(|e| format!("{e:#}")));
                 on_request();
             }
         }));
@@ -117,7 +118,12 @@ pub(crate) async fn run(plan: &LoadPlan, on_request: impl Fn() + Send + Sync + '
     report(plan, model, begin.elapsed(), outcomes)
 }
 
-fn report(plan: &LoadPlan, model: String, wall: Duration, outcomes: Vec<Result<Outcome, String>>) -> Result<LoadReport> {
+fn report(
+    plan: &LoadPlan,
+    model: String,
+    wall: Duration,
+    outcomes: Vec<Result<Outcome, String>>,
+) -> Result<LoadReport> {
     let first_error = outcomes.iter().find_map(|o| o.as_ref().err().cloned());
     let done: Vec<&Outcome> = outcomes.iter().filter_map(|o| o.as_ref().ok()).collect();
     if done.is_empty() {

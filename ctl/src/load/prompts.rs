@@ -6,9 +6,10 @@ use anyhow::{Result, ensure};
 use serde_json::{Value, json};
 
 const WORDS: &[&str] = &[
-    "river", "light", "stone", "garden", "paper", "window", "morning", "table", "music", "letter", "bridge", "winter", "market",
-    "forest", "island", "number", "silver", "summer", "button", "doctor", "engine", "farmer", "hammer", "kitchen", "ladder",
-    "mirror", "needle", "orange", "pencil", "rabbit", "school", "ticket", "valley", "wagon", "yellow", "basket", "candle",
+    "river", "light", "stone", "garden", "paper", "window", "morning", "table", "music", "letter", "bridge", "winter",
+    "market", "forest", "island", "number", "silver", "summer", "button", "doctor", "engine", "farmer", "hammer",
+    "kitchen", "ladder", "mirror", "needle", "orange", "pencil", "rabbit", "school", "ticket", "valley", "wagon",
+    "yellow", "basket", "candle",
 ];
 
 /// Ids used for prompts of random token ids: beyond special tokens and byte pieces in every ERNIE vocabulary.

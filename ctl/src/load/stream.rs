@@ -31,7 +31,8 @@ pub(super) struct Outcome {
 
 impl Target {
     pub(super) fn new(url: &str, api_key: Option<String>, timeout: Duration) -> Result<Self> {
-        let rest = url.strip_prefix("http://").with_context(|| format!("{url:?}: only http:// URLs can be measured"))?;
+        let rest =
+            url.strip_prefix("http://").with_context(|| format!("{url:?}: only http:// URLs can be measured"))?;
         let address = rest.trim_end_matches('/').trim_end_matches("/v1").to_owned();
         let address = if address.contains(':') { address } else { format!("{address}:80") };
         Ok(Self { address, api_key, timeout, model: String::new(), chat: false })

@@ -68,7 +68,8 @@ pub fn resolve(
             max_queued_tokens: r.integer("limits.max_queued_tokens", 1, u64::MAX),
             max_choices: r.u32("limits.max_choices", 1, 1024),
             max_logprobs: r.u32("limits.max_logprobs", 0, 1000),
-            truncate_history: r.optional("limits.truncate_history", |t| parse::integer(t, 1, 1 << 30).map(|n| n as u32)),
+            truncate_history: r
+                .optional("limits.truncate_history", |t| parse::integer(t, 1, 1 << 30).map(|n| n as u32)),
         },
         logging: r.logging(),
         metrics: MetricsConfig { legacy_names: r.bool("metrics.legacy_names") },
