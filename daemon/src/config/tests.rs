@@ -7,7 +7,7 @@ use super::*;
 use std::path::Path;
 
 fn environment() -> Environment {
-    Environment { home: Some("/home/x".into()), ..Environment::default() }
+    Environment { home: Some("/homes/x".into()), ..Environment::default() }
 }
 
 fn file(text: &str) -> Layer {
