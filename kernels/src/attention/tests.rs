@@ -40,9 +40,23 @@ impl std::fmt::Display for Level {
     }
 }
 
-/// What this CPU has.
+/// What this CPU has, and the 512-bit kernels in emulation.
 fn levels(kind: KvKind) -> Vec<Level> {
-    Isa::all_available().map(|isa| Level { name: isa.to_string(), kernels: AttentionKernels::get(isa, kind) }).collect()
+    let native = Isa::all_available().map(|isa| (isa.to_string(), AttentionKernels::get(isa, kind)));
+    let wide: &[(&str, &'static AttentionKernels)] = match kind {
+        KvKind::F32 => &[("emulated", &emulated::F32)],
+        KvKind::Bf16 => &[("emulated", &emulated::WIDENED), ("emulated bf16", &emulated::BF16)],
+    };
+    let wide = wide.iter().map(|(name, kernels)| (name.to_string(), *kernels));
+    native.chain(wide).map(|(name, kernels)| Level { name, kernels }).collect()
+}
+
+mod emulated {
+    use crate::attention::kernels::{AttentionKernels, Operand};
+    use crate::attention::vector::{Dotted, Float, Widened, attention_512, attention_level};
+    use crate::emulated::Wide;
+
+    attention_512!(, Wide, , Wide);
 }
 
 /// Sequences' q|k|v rows by token, made up once.

@@ -1,5 +1,8 @@
 //! The scans, written once for all vector levels.
 
+// Plain index loops: closures inside iterator adapters do not inherit a function's target features.
+#![allow(clippy::needless_range_loop)]
+
 use super::{DOT_TOKENS, RowMax};
 use crate::lanes::Lanes;
 use crate::reference::scan::SUM_BLOCK;

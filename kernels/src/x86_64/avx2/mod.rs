@@ -8,7 +8,7 @@ mod integer;
 mod lanes;
 mod peaks;
 pub(crate) mod scan;
-mod simd;
+pub(crate) mod simd;
 
 use crate::isa::Isa;
 use crate::reference::rows;
