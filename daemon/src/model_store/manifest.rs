@@ -176,7 +176,7 @@ mod tests {
         let short = &ZERO[1..];
         for (text, cause) in [
             (String::new(), "lists no file"),
-            (format!("{ZERO}"), "no path follows"),
+            (ZERO.to_string(), "no path follows"),
             (format!("{ZERO}  "), "no path follows"),
             (format!("{short}  a"), "not a SHA-256 digest"),
             (format!("  {ZERO}  a"), "not a SHA-256 digest"),

@@ -206,18 +206,18 @@ impl Requests {
     pub(super) fn apply(&mut self, worker: WorkerId, report: StepReport, now: Instant) -> Applied {
         let mut applied = Applied::default();
         for started in report.started {
-            if let Some(request) = self.assigned_to(worker, started.request) {
-                if !std::mem::replace(&mut request.started, true) {
-                    // A client that is gone shows at its first token or through its `Generation`.
-                    let _ = request.events.try_send(GenerationEvent::Started { cached_tokens: started.cached_tokens });
-                }
+            let request = self.assigned_to(worker, started.request);
+            if let Some(request) = request.filter(|request| !request.started) {
+                request.started = true;
+                // A client that is gone shows at its first token or through its `Generation`.
+                let _ = request.events.try_send(GenerationEvent::Started { cached_tokens: started.cached_tokens });
             }
         }
         for given in report.prompt_logprobs {
-            if let Some(request) = self.assigned_to(worker, given.request) {
-                if !std::mem::replace(&mut request.prompt_logprobs_given, true) {
-                    let _ = request.events.try_send(GenerationEvent::PromptLogprobs(given.tokens));
-                }
+            let request = self.assigned_to(worker, given.request);
+            if let Some(request) = request.filter(|request| !request.prompt_logprobs_given) {
+                request.prompt_logprobs_given = true;
+                let _ = request.events.try_send(GenerationEvent::PromptLogprobs(given.tokens));
             }
         }
         for output in report.outputs {

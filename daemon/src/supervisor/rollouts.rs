@@ -390,10 +390,9 @@ impl Supervisor {
         self.publish_routing();
         let pause = before.elapsed();
         for (id, role) in [(to, role_to), (from, role_from)] {
-            if let Some(entry) = self.deployments.get_mut(&id) {
-                if entry.role != DeploymentRole::Parked {
-                    entry.role = role;
-                }
+            let entry = self.deployments.get_mut(&id);
+            if let Some(entry) = entry.filter(|entry| entry.role != DeploymentRole::Parked) {
+                entry.role = role;
             }
         }
         let in_flight = u32::try_from(self.requests.of_deployment(from)).unwrap_or(u32::MAX);

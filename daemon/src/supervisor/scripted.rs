@@ -389,10 +389,9 @@ impl Life {
                 });
             }
         }
-        if let (Fault::NonsenseAfterSteps(n), Some(output)) = (&self.script.fault, report.outputs.first_mut()) {
-            if self.steps > *n {
-                output.choice = 999;
-            }
+        match (&self.script.fault, report.outputs.first_mut()) {
+            (Fault::NonsenseAfterSteps(n), Some(output)) if self.steps > *n => output.choice = 999,
+            _ => {}
         }
         self.running.retain(|_, (submit, _)| submit.choices.iter().any(|choice| !choice.finished));
         self.stats.running = u32::try_from(self.running.len()).expect("few requests");

@@ -288,8 +288,8 @@ async fn a_crash_loop_refuses_requests_and_is_left_when_a_worker_lives() {
         0..8 => Script::with(Fault::CrashAfterSteps(1, "out of luck\n")),
         _ => Script::default(),
     });
-    let mut settings = SupervisorSettings::default();
-    settings.poison = PoisonSettings { strikes_max: 100, deaths_max: 100 };
+    let poison = PoisonSettings { strikes_max: 100, deaths_max: 100 };
+    let settings = SupervisorSettings { poison, ..SupervisorSettings::default() };
     let fleet = Fleet::with(settings, workers, spec(1));
     let generation = fleet.submit(&Ask::new(1, 500)).await.expect("taken");
     let failure = read(generation, 1).await.expect_err("nobody can go on");
@@ -307,11 +307,11 @@ async fn a_crash_loop_refuses_requests_and_is_left_when_a_worker_lives() {
     tokio::time::sleep(Duration::from_secs(400)).await;
     let ask = Ask::new(3, 5);
     loop {
-        if let Ok(generation) = fleet.submit(&ask).await {
-            if let Ok(tokens) = read(generation, 1).await {
-                assert_eq!(tokens, ask.expected());
-                break;
-            }
+        if let Ok(generation) = fleet.submit(&ask).await
+            && let Ok(tokens) = read(generation, 1).await
+        {
+            assert_eq!(tokens, ask.expected());
+            break;
         }
         tokio::time::sleep(Duration::from_secs(60)).await;
     }
