@@ -14,6 +14,7 @@ pub(crate) fn show<T: Serialize>(json: bool, value: &T, people: impl FnOnce(&T) 
 }
 
 /// To standard output; a closed pipe ends the program silently.
+#[expect(clippy::exit, reason = "the reader of the pipe left: nothing more can be said")]
 pub(crate) fn print(text: &str) -> Result<()> {
     let mut out = std::io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {

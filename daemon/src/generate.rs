@@ -398,10 +398,8 @@ impl Figures {
         if self.first_token.is_none() {
             self.first_token = Some(now);
             self.metrics.first_token(now - self.arrival);
-        } else if !first_of_choice {
-            if let Some(last) = self.last_by_choice[choice] {
-                self.metrics.next_token(now - last);
-            }
+        } else if !first_of_choice && let Some(last) = self.last_by_choice[choice] {
+            self.metrics.next_token(now - last);
         }
         self.last_by_choice[choice] = Some(now);
         self.last_token = Some(now);

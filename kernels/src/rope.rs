@@ -194,7 +194,7 @@ impl AppendJob {
         let (head_dim, group) = (self.head_dim, self.heads / self.kv_heads);
         let width = (self.heads + 2 * self.kv_heads) * head_dim;
         let block = slots[tokens.start] as usize / BLOCK_TOKENS;
-        let fresh = slots[tokens.start] as usize % BLOCK_TOKENS == 0 && tokens.len() < BLOCK_TOKENS;
+        let fresh = (slots[tokens.start] as usize).is_multiple_of(BLOCK_TOKENS) && tokens.len() < BLOCK_TOKENS;
         let mut rotated = [0f32; BLOCK_TOKENS * MAX_HEAD_DIM];
         for head in 0..self.kv_heads {
             let (at, stride) = (head * self.lane_bytes + block * self.lane.stride, self.lane.stride);

@@ -18,6 +18,9 @@ pub(crate) struct RowMax {
     pub(crate) finite: bool,
 }
 
+/// `(row, start, threshold, ids, values) -> (stopped, written)`; see [`ScanKernels::collect`].
+pub(crate) type Collect = unsafe fn(&[f32], usize, f32, &mut [u32], &mut [f32]) -> (usize, usize);
+
 /// Kernels of one level.
 ///
 /// # Safety
@@ -33,8 +36,7 @@ pub(crate) struct ScanKernels {
     pub(crate) group_maxima: unsafe fn(row: &[f32], out: &mut [f32]),
     /// Appends (index, value) of every value `>= threshold` from `start` on, in ascending order, until the row ends or `ids`
     /// has no room for what comes next (64 places); returns (where it stopped, how many were written).
-    pub(crate) collect:
-        unsafe fn(row: &[f32], start: usize, threshold: f32, ids: &mut [u32], values: &mut [f32]) -> (usize, usize),
+    pub(crate) collect: Collect,
     /// `out[t * out_stride + e] = x[t] . w[e]` for up to [`DOT_TOKENS`] rows of x and any number of rows of w, all `k` long.
     pub(crate) dots: unsafe fn(x: &[f32], w: &[f32], k: usize, out: *mut f32, out_stride: usize),
 }

@@ -11,7 +11,7 @@ use tokio::sync::mpsc;
 const STREAMS: usize = 50;
 
 fn long_request(i: usize) -> Value {
-    let greedy = i % 2 == 0;
+    let greedy = i.is_multiple_of(2);
     json!({
         "prompt": format!("User: question number {i}, please tell me everything about swap and rollback\nAssistant: "),
         "max_tokens": 160, "ignore_eos": true, "stream": true, "return_token_ids": true,

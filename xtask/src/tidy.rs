@@ -166,7 +166,8 @@ fn private_paths(file: &str, text: &str, breaches: &mut Vec<String>) {
 
 fn unsafe_rooms(file: &str, text: &str, breaches: &mut Vec<String>) {
     // An allocator that counts, in a test of its own, can not be written without it.
-    if UNSAFE_ROOMS.iter().any(|room| file.starts_with(room)) || file.starts_with("xtask/") || file.contains("/tests/") {
+    if UNSAFE_ROOMS.iter().any(|room| file.starts_with(room)) || file.starts_with("xtask/") || file.contains("/tests/")
+    {
         return;
     }
     for (number, line) in code_lines(text) {

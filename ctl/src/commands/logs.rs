@@ -56,7 +56,10 @@ async fn tail(path: &Path, lines: usize, follow: bool) -> Result<()> {
         print(&format!("{line}\n"))?;
     }
     let mut inode = file.metadata()?.ino();
-    while follow {
+    if !follow {
+        return Ok(());
+    }
+    loop {
         tokio::time::sleep(FOLLOW_INTERVAL).await;
         let mut more = Vec::new();
         file.read_to_end(&mut more)?;
@@ -74,5 +77,4 @@ async fn tail(path: &Path, lines: usize, follow: bool) -> Result<()> {
             inode = file.metadata()?.ino();
         }
     }
-    Ok(())
 }

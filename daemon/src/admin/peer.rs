@@ -82,7 +82,7 @@ impl Peer {
 /// Supplementary groups; the kernel's credentials hold the first only.
 fn groups(pid: i32) -> Vec<u32> {
     let status = procfs::process::Process::new(pid).and_then(|p| p.status());
-    status.map(|s| s.groups.iter().filter_map(|g| u32::try_from(*g).ok()).collect()).unwrap_or_default()
+    status.map(|s| s.groups.clone()).unwrap_or_default()
 }
 
 /// For the record only: whoever writes his own executable chooses its name.

@@ -110,13 +110,12 @@ impl Checker {
 
     /// `head` is the last row's number and hash as noted apart.
     pub(super) fn finish(mut self, head: Option<(i64, Vec<u8>)>) -> Verdict {
-        if self.verdict.broken.is_none() {
-            if let Some(need) = self.needs_checkpoint.take()
-                && !self.checkpoints.contains(&need)
-            {
-                let message = "rows before it are missing, and no checkpoint answers for them";
-                self.break_at(need.0, message);
-            }
+        if self.verdict.broken.is_none()
+            && let Some(need) = self.needs_checkpoint.take()
+            && !self.checkpoints.contains(&need)
+        {
+            let message = "rows before it are missing, and no checkpoint answers for them";
+            self.break_at(need.0, message);
         }
         if self.verdict.broken.is_none() && self.last != head {
             let (at, message) = match (&self.last, &head) {

@@ -118,17 +118,17 @@ impl Api {
             Some(deployment) => deployment,
             None => self.fleet.pick_or_wait(key, self.settings().model_patience).await?,
         };
-        if let Some(model) = model {
-            if !deployment.served_names.iter().any(|n| n == model) {
-                return Err(ApiError::model_not_found(model, &deployment.served_names));
-            }
+        if let Some(model) = model
+            && !deployment.served_names.iter().any(|n| n == model)
+        {
+            return Err(ApiError::model_not_found(model, &deployment.served_names));
         }
-        if let Some(allowed) = &caller.principal.models {
-            if !deployment.served_names.iter().any(|n| allowed.contains(n)) {
-                self.metrics.key_refused("model");
-                let message = format!("this API key may not use the model `{}`", deployment.name());
-                return Err(ApiError::new(ErrorKind::Forbidden, message).with_param("model"));
-            }
+        if let Some(allowed) = &caller.principal.models
+            && !deployment.served_names.iter().any(|n| allowed.contains(n))
+        {
+            self.metrics.key_refused("model");
+            let message = format!("this API key may not use the model `{}`", deployment.name());
+            return Err(ApiError::new(ErrorKind::Forbidden, message).with_param("model"));
         }
         Ok(deployment)
     }

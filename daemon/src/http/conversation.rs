@@ -76,12 +76,13 @@ fn message(message: &ChatMessage, index: usize, model: &str) -> Result<Value, Ap
     };
     let role = if message.role == "developer" { "system" } else { &message.role };
     let mut reasoning = message.reasoning.clone();
-    if role == "assistant" && reasoning.is_none() {
-        if let Some((thoughts, rest)) = text.split_once("</think>") {
-            let thoughts = thoughts.trim_start_matches("<think>").trim_matches('\n').to_owned();
-            text = rest.trim_start_matches('\n').to_owned();
-            reasoning = Some(thoughts);
-        }
+    if role == "assistant"
+        && reasoning.is_none()
+        && let Some((thoughts, rest)) = text.split_once("</think>")
+    {
+        let thoughts = thoughts.trim_start_matches("<think>").trim_matches('\n').to_owned();
+        text = rest.trim_start_matches('\n').to_owned();
+        reasoning = Some(thoughts);
     }
     let mut out = Map::new();
     out.insert("role".into(), Value::String(role.to_owned()));

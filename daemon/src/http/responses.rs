@@ -217,12 +217,12 @@ impl Asked {
                 chat.insert(to.into(), value);
             }
         }
-        if let Some(mut text) = f.object("text")? {
-            if let Some(mut format) = text.object("format")? {
-                let kind = format.value("type").unwrap_or(json!("text"));
-                let schema = json!({"schema": format.value("schema"), "name": format.value("name")});
-                chat.insert("response_format".into(), json!({"type": kind, "json_schema": schema}));
-            }
+        if let Some(mut text) = f.object("text")?
+            && let Some(mut format) = text.object("format")?
+        {
+            let kind = format.value("type").unwrap_or(json!("text"));
+            let schema = json!({"schema": format.value("schema"), "name": format.value("name")});
+            chat.insert("response_format".into(), json!({"type": kind, "json_schema": schema}));
         }
         if let Some(tools) = f.list("tools")? {
             chat.insert("tools".into(), Value::Array(tools.into_iter().map(tool_to_chat).collect()));
@@ -236,10 +236,10 @@ impl Asked {
                 chat.insert("tool_choice".into(), wanted);
             }
         }
-        if let Some(mut reasoning) = f.object("reasoning")? {
-            if let Some(effort) = reasoning.value("effort") {
-                chat.insert("reasoning_effort".into(), effort);
-            }
+        if let Some(mut reasoning) = f.object("reasoning")?
+            && let Some(effort) = reasoning.value("effort")
+        {
+            chat.insert("reasoning_effort".into(), effort);
         }
         let stream = f.bool("stream")?.unwrap_or(false);
         let store = f.bool("store")?.unwrap_or(true);

@@ -37,13 +37,13 @@ pub fn grammar(common: &CommonFields, limits: &RequestLimits) -> Result<Option<G
         }
         (a, b) => a.or(b),
     };
-    if let Some(Grammar::JsonSchema(text) | Grammar::Regex(text) | Grammar::Lark(text)) = &grammar {
-        if text.len() > limits.grammar_bytes_max {
-            return Err(ApiError::value(
-                "structured_outputs",
-                format!("the constraint has {} bytes, the limit is {}.", text.len(), limits.grammar_bytes_max),
-            ));
-        }
+    if let Some(Grammar::JsonSchema(text) | Grammar::Regex(text) | Grammar::Lark(text)) = &grammar
+        && text.len() > limits.grammar_bytes_max
+    {
+        return Err(ApiError::value(
+            "structured_outputs",
+            format!("the constraint has {} bytes, the limit is {}.", text.len(), limits.grammar_bytes_max),
+        ));
     }
     Ok(grammar)
 }

@@ -47,15 +47,13 @@ impl ToolPlan {
                 ));
             }
         }
-        if let ToolChoice::Named(name) = &choice {
-            if !tools.iter().any(|t| &t.name == name) {
-                return Err(ApiError::value(
-                    "tool_choice",
-                    format!(
-                        "The tool specified in `tool_choice` does not match any of the specified `tools`: `{name}`."
-                    ),
-                ));
-            }
+        if let ToolChoice::Named(name) = &choice
+            && !tools.iter().any(|t| &t.name == name)
+        {
+            return Err(ApiError::value(
+                "tool_choice",
+                format!("The tool specified in `tool_choice` does not match any of the specified `tools`: `{name}`."),
+            ));
         }
         let parallel = request.parallel_tool_calls.unwrap_or(true);
         Ok(Some(ToolPlan { tools: tools.to_vec(), choice, parallel }))

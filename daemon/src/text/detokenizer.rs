@@ -16,11 +16,11 @@ pub struct CharacterAssembler {
 impl CharacterAssembler {
     /// Takes the next bytes; appends all characters that are complete to `out`.
     pub fn push(&mut self, bytes: &[u8], out: &mut String) {
-        if self.pending.is_empty() {
-            if let Ok(text) = std::str::from_utf8(bytes) {
-                out.push_str(text);
-                return;
-            }
+        if self.pending.is_empty()
+            && let Ok(text) = std::str::from_utf8(bytes)
+        {
+            out.push_str(text);
+            return;
         }
         self.pending.extend_from_slice(bytes);
         let mut from = 0;

@@ -254,10 +254,8 @@ impl Decoding {
                 mapped.unwrap_or_else(|| token.as_bytes().to_vec())
             }
             Decoding::Pieces { replace, byte_fallback, .. } => {
-                if *byte_fallback {
-                    if let Some(byte) = fallback_byte(token) {
-                        return vec![byte];
-                    }
+                if *byte_fallback && let Some(byte) = fallback_byte(token) {
+                    return vec![byte];
                 }
                 let mut text = token.to_owned();
                 for (from, to) in replace {
