@@ -340,6 +340,15 @@ pub(crate) struct BenchArgs {
     /// Requests in all
     #[arg(long)]
     pub(crate) requests: Option<u32>,
+    /// Leading prompt tokens that are the same in every request
+    #[arg(long, value_name = "TOKENS")]
+    pub(crate) shared_prefix: Option<u32>,
+    /// Send random token ids instead of words (for vocabularies of real models)
+    #[arg(long)]
+    pub(crate) token_ids: bool,
+    /// Chooses the prompts; another seed meets no cached prefix of an earlier run
+    #[arg(long, default_value_t = 1)]
+    pub(crate) seed: u64,
     /// A second server to measure right after, side by side
     #[arg(long, value_name = "URL")]
     pub(crate) compare: Option<String>,

@@ -70,7 +70,6 @@ mod emulated;
 #[cfg(all(test, target_arch = "x86_64"))]
 mod tests {
     use super::Lanes;
-    use crate::simd::Simd;
 
     /// A level's exponential of 16 values.
     #[inline(always)]
@@ -98,7 +97,8 @@ mod tests {
 
     #[test]
     fn the_exponential_is_exact_at_zero_within_rounding_elsewhere_and_zero_far_below() {
-        let mut levels: Vec<unsafe fn(&[f32; 16]) -> [f32; 16]> = vec![exp2_emulated];
+        type Exp2 = unsafe fn(&[f32; 16]) -> [f32; 16];
+        let mut levels: Vec<Exp2> = vec![exp2_emulated];
         if crate::isa::Isa::Avx2.available() {
             levels.push(exp2_avx2);
         }

@@ -58,10 +58,10 @@ fn plan(args: &BenchArgs, url: String) -> Result<LoadPlan> {
         requests: size(args.requests, *requests),
         prompt_tokens: size(args.input, *input),
         output_tokens: size(args.output, *output),
-        shared_prefix_tokens: 0,
-        prompt_kind: PromptKind::Words,
+        shared_prefix_tokens: args.shared_prefix.unwrap_or(0) as usize,
+        prompt_kind: if args.token_ids { PromptKind::TokenIds } else { PromptKind::Words },
         chat: false,
-        seed: 1,
+        seed: args.seed,
         ramp: Duration::ZERO,
         timeout: TIMEOUT,
     })

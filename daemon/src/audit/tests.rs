@@ -239,7 +239,7 @@ async fn keys_are_kept_as_digests_only() {
         revoked_at: None,
     };
     audit.store_key(key.clone()).await.expect("stored");
-    assert_eq!(audit.reader().keys().await.expect("read"), [key.clone()]);
+    assert_eq!(audit.reader().keys().await.expect("read"), std::slice::from_ref(&key));
     audit.revoke_key("k_1".to_owned(), 9).await.expect("revoked");
     assert_eq!(audit.reader().keys().await.expect("read")[0].revoked_at, Some(9));
     audit.close().await;
