@@ -4,7 +4,7 @@ use super::*;
 use crate::config::layers::{Layer, Layers, Origin, Raw};
 use crate::config::settings::by_key;
 use crate::config::{AuditConfig, Environment, file};
-use crate::supervisor::scripted::ScriptedWorkers;
+use crate::supervisor::scripted::{Script, ScriptedWorkers};
 use crate::supervisor::{DeploymentSpec, SupervisorSettings, start};
 use crate::telemetry::logging::Logging;
 use crate::telemetry::metrics::{CacheSettings, MetricsSetup};
@@ -20,6 +20,8 @@ struct House {
     control: Arc<Control>,
     dir: tempfile::TempDir,
     _logging: Logging,
+    /// A level can be changed only while somebody holds the subscriber.
+    _subscriber: tracing::Dispatch,
 }
 
 const FILE: &str = "[model]\ndemo = true\n[logging]\nlevel = \"info\"\n";
@@ -49,7 +51,12 @@ impl House {
             load: Load::new("model"),
             workers: 1,
         };
-        let fleet = start(SupervisorSettings::default(), Arc::new(ScriptedWorkers::none()), Vec::new(), spec);
+        let fleet = start(
+            SupervisorSettings::default(),
+            Arc::new(ScriptedWorkers::new(|_| Script::default())),
+            Vec::new(),
+            spec,
+        );
         fleet.pick_or_wait(None, Duration::from_secs(60)).await.expect("the scripted model loads");
         let metrics = Arc::new(Metrics::new(MetricsSetup {
             model_name: "ernie".to_owned(),
@@ -62,7 +69,7 @@ impl House {
         let unlimited = AuditConfig { retention: None, max_bytes: None };
         let audit = crate::audit::start(dir.path(), &unlimited, Arc::clone(&metrics)).await.expect("a store");
         let keys = KeyStore::start(&[], &audit).await.expect("keys");
-        let (_, logging) = Logging::build(&config.logging).expect("a log");
+        let (subscriber, logging) = Logging::build(&config.logging).expect("a log");
         let socket = crate::system::sockets::unix(&config.admin.socket, 0o600).expect("bound");
         let control = Control::new(Parts {
             config,
@@ -76,7 +83,7 @@ impl House {
             started: Instant::now(),
         });
         serve(socket, &control).expect("served");
-        Self { control, dir, _logging: logging }
+        Self { control, dir, _logging: logging, _subscriber: tracing::Dispatch::new(subscriber) }
     }
 
     /// Status code and JSON of one exchange.
