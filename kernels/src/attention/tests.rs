@@ -40,23 +40,34 @@ impl std::fmt::Display for Level {
     }
 }
 
-/// What this CPU has, and the 512-bit kernels in emulation.
-fn levels(kind: KvKind) -> Vec<Level> {
+/// Multiply-adds that a case may take in emulation, where each is a call.
+const EMULATED_WORK: usize = 1 << 22;
+
+/// What this CPU has, and the 512-bit kernels in emulation unless that takes too long.
+fn levels(kind: KvKind, shape: Shape, lengths: &[usize]) -> Vec<Level> {
+    let pairs: usize = lengths.iter().map(|l| l * l).sum();
+    let emulate = pairs * shape.out_width() <= EMULATED_WORK;
     let native = Isa::all_available().map(|isa| (isa.to_string(), AttentionKernels::get(isa, kind)));
     let wide: &[(&str, &'static AttentionKernels)] = match kind {
         KvKind::F32 => &[("emulated", &emulated::F32)],
         KvKind::Bf16 => &[("emulated", &emulated::WIDENED), ("emulated bf16", &emulated::BF16)],
     };
-    let wide = wide.iter().map(|(name, kernels)| (name.to_string(), *kernels));
+    let wide = wide.iter().filter(|_| emulate).map(|(name, kernels)| (name.to_string(), *kernels));
     native.chain(wide).map(|(name, kernels)| Level { name, kernels }).collect()
 }
 
+/// The 512-bit kernels' code with vectors in plain arrays, and fewer tile sizes: they take long to compile.
 mod emulated {
     use crate::attention::kernels::{AttentionKernels, Operand};
-    use crate::attention::vector::{Dotted, Float, Widened, attention_512, attention_level};
+    use crate::attention::vector::{Dotted, Float, Widened, attention_level};
     use crate::emulated::Wide;
 
-    attention_512!(, Wide, , Wide);
+    attention_level!(F32, F32Level, , Wide, Float, F32, pack_block_f32, tiles: [1 => [4, 2, 1], 2 => [2, 1], 3 => [1]]);
+    attention_level!(WIDENED, WidenedLevel, , Wide, Widened, F32, pack_block_bf16, tiles: [1 => [2, 1], 2 => [1]]);
+    attention_level!(
+        BF16, Bf16Level, , Wide, Dotted, Bf16, pack_block_bf16,
+        tiles: [1 => [8, 2, 1], 2 => [2, 1], 3 => [2, 1]]
+    );
 }
 
 /// Sequences' q|k|v rows by token, made up once.
@@ -225,7 +236,7 @@ fn every_level_agrees_with_a_plain_softmax() {
             let sequences = [rows(shape, tokens, &mut rng)];
             let want = oracle(shape, &sequences[0]);
             for kind in KINDS {
-                for isa in levels(kind) {
+                for isa in levels(kind, shape, &[tokens]) {
                     let bench = Bench::new(&isa, kind, shape, &[tokens], 1, &mut rng);
                     let got = bench.whole(&sequences);
                     let error = relative_error(&got[0], &want);
@@ -244,7 +255,7 @@ fn a_long_context_is_the_same_split_over_threads_or_not() {
     let mut rng = ChaCha8Rng::seed_from_u64(7);
     let sequences = [rows(shape, tokens, &mut rng)];
     for kind in KINDS {
-        for isa in levels(kind) {
+        for isa in levels(kind, shape, &[tokens]) {
             let mut alone = Bench::new(&isa, kind, shape, &[tokens], 1, &mut rng);
             alone.step(&sequences, &[(0, tokens - 40)]);
             alone.step(&sequences, &[(0, 40)]);
@@ -272,7 +283,7 @@ fn keys_of_an_earlier_owner_do_not_reach_the_result() {
     let mut rng = ChaCha8Rng::seed_from_u64(3);
     let sequences = [rows(shape, 20, &mut rng)];
     for kind in KINDS {
-        for isa in levels(kind) {
+        for isa in levels(kind, shape, &[20]) {
             let mut bench = Bench::new(&isa, kind, shape, &[20], 1, &mut rng);
             for _ in 0..20 {
                 bench.step(&sequences, &[(0, 1)]);
@@ -293,7 +304,7 @@ fn rows_of_zeros_give_the_mean_of_v_and_broken_rows_stay_their_own() {
     let mut broken = clean.clone();
     broken[9 * shape.width()..][..shape.out_width()].fill(f32::NAN);
     for kind in KINDS {
-        for isa in levels(kind) {
+        for isa in levels(kind, shape, &[tokens]) {
             let good = Bench::new(&isa, kind, shape, &[tokens], 1, &mut rng).whole(std::slice::from_ref(&clean));
             let bad = Bench::new(&isa, kind, shape, &[tokens], 1, &mut rng).whole(std::slice::from_ref(&broken));
             assert!(relative_error(&good[0], &oracle(shape, &clean)) < 6e-3, "{isa} {kind:?}");
@@ -338,8 +349,8 @@ proptest! {
         let shape = Shape { heads: shape.0, kv_heads: shape.1, head_dim: shape.2 };
         let mut rng = ChaCha8Rng::seed_from_u64(seed);
         let sequences: Vec<Vec<f32>> = lengths.iter().map(|&l| rows(shape, l, &mut rng)).collect();
-for kind in KINDS {
-for isa in levels(kind) {
+        for kind in KINDS {
+            for isa in levels(kind, shape, &lengths) {
                 let alone = Bench::new(&isa, kind, shape, &lengths, 1, &mut rng).whole(&sequences);
                 let mut mixed = Bench::new(&isa, kind, shape, &lengths, threads, &mut rng);
                 while mixed.done != lengths {

@@ -542,33 +542,3 @@ macro_rules! attention_level {
     };
 }
 pub(crate) use attention_level;
-
-/// The three tables of levels with 16 lanes and 32 registers: f32, bf16 by widening, bf16 by dot products.
-///
-/// 12 rows x 2 lines are 24 of the 32 registers; fewer rows take more lines, so that enough chains are under way.
-macro_rules! attention_512 {
-    ($(#[$features:meta])?, $simd:ty, $(#[$dot_features:meta])?, $dot_simd:ty) => {
-        attention_level!(
-            F32, F32Level, $(#[$features])?, $simd, Float, F32, pack_block_f32,
-            tiles: [
-                1 => [8, 4, 2, 1], 2 => [8, 4, 2, 1], 3 => [4, 2, 1], 4 => [4, 2, 1], 5 => [4, 2, 1], 6 => [2, 1],
-                7 => [2, 1], 8 => [2, 1], 9 => [2, 1], 10 => [2, 1], 11 => [2, 1], 12 => [2, 1]
-            ]
-        );
-        attention_level!(
-            WIDENED, WidenedLevel, $(#[$features])?, $simd, Widened, F32, pack_block_bf16,
-            tiles: [
-                1 => [8, 4, 2, 1], 2 => [8, 4, 2, 1], 3 => [4, 2, 1], 4 => [4, 2, 1], 5 => [4, 2, 1], 6 => [2, 1],
-                7 => [2, 1], 8 => [2, 1], 9 => [2, 1], 10 => [2, 1], 11 => [2, 1], 12 => [2, 1]
-            ]
-        );
-        attention_level!(
-            BF16, Bf16Level, $(#[$dot_features])?, $dot_simd, Dotted, Bf16, pack_block_bf16,
-            tiles: [
-                1 => [8, 4, 2, 1], 2 => [8, 4, 2, 1], 3 => [4, 2, 1], 4 => [4, 2, 1], 5 => [4, 2, 1], 6 => [2, 1],
-                7 => [2, 1], 8 => [2, 1], 9 => [2, 1], 10 => [2, 1], 11 => [2, 1], 12 => [2, 1]
-            ]
-        );
-    };
-}
-pub(crate) use attention_512;
