@@ -8,16 +8,46 @@ use super::validate::RequestLimits;
 use ernie_proto::openai::request::{CommonFields, ResponseFormat, StructuredOutputs};
 use ernie_proto::worker::Grammar;
 use llguidance::api::{GrammarInit, ParserLimits, TopLevelGrammar, ValidationResult};
-use serde_json::Value;
+use serde_json::{Value, json};
 
-const ANY_OBJECT: &str = r#"{"type":"object"}"#;
+/// How JSON is spaced: one way, as `json.dumps` does it. With free white space a weak model may go on with blanks for ever.
+pub(super) fn spaced(mut schema: Value, spacing: &Spacing) -> Value {
+    if schema == Value::Bool(true) {
+        schema = json!({});
+    }
+    if let Some(members) = schema.as_object_mut() {
+        let options = match spacing {
+            Spacing::Python => json!({"whitespace_flexible": false, "item_separator": ", ", "key_separator": ": "}),
+            Spacing::None => json!({"whitespace_flexible": false, "item_separator": ",", "key_separator": ":"}),
+            Spacing::Pattern(pattern) => json!({"whitespace_pattern": pattern}),
+        };
+        members.entry("x-guidance").or_insert(options);
+    }
+    schema
+}
+
+/// What stands between the tokens of JSON.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Spacing {
+    Python,
+    /// `disable_any_whitespace`
+    None,
+    /// `whitespace_pattern`
+    Pattern(String),
+}
+
+fn any_object(spacing: &Spacing) -> Grammar {
+    Grammar::JsonSchema(spaced(json!({"type": "object"}), spacing).to_string())
+}
 
 /// The grammar that a request asks for, if any.
 pub fn grammar(common: &CommonFields, limits: &RequestLimits) -> Result<Option<Grammar>, ApiError> {
     let from_format = match &common.response_format {
         None | Some(ResponseFormat::Text) => None,
-        Some(ResponseFormat::JsonObject) => Some(Grammar::JsonSchema(ANY_OBJECT.to_owned())),
-        Some(ResponseFormat::JsonSchema(Some(schema))) => Some(json_schema("response_format", schema)?),
+        Some(ResponseFormat::JsonObject) => Some(any_object(&Spacing::Python)),
+        Some(ResponseFormat::JsonSchema(Some(schema))) => {
+            Some(json_schema("response_format", schema, &Spacing::Python)?)
+        }
         Some(ResponseFormat::JsonSchema(None)) => {
             return Err(ApiError::value(
                 "response_format",
@@ -94,17 +124,22 @@ fn constraint(s: &StructuredOutputs, limits: &RequestLimits) -> Result<Option<Gr
     if s.structural_tag.is_some() {
         return Err(structural_tag("structured_outputs"));
     }
+    let spacing = match &s.whitespace_pattern {
+        Some(pattern) => Spacing::Pattern(pattern.clone()),
+        None if s.disable_any_whitespace => Spacing::None,
+        None => Spacing::Python,
+    };
     if s.json_object {
-        return Ok(Some(Grammar::JsonSchema(ANY_OBJECT.to_owned())));
+        return Ok(Some(any_object(&spacing)));
     }
     if let Some(json) = &s.json {
         // Older clients send the schema as text.
         if let Value::String(text) = json {
             let parsed: Value = serde_json::from_str(text)
                 .map_err(|e| ApiError::value("structured_outputs", format!("`json` is no JSON schema: {e}")))?;
-            return json_schema("structured_outputs", &parsed).map(Some);
+            return json_schema("structured_outputs", &parsed, &spacing).map(Some);
         }
-        return json_schema("structured_outputs", json).map(Some);
+        return json_schema("structured_outputs", json, &spacing).map(Some);
     }
     if let Some(regex) = &s.regex {
         return Ok(Some(Grammar::Regex(regex.clone())));
@@ -125,9 +160,9 @@ fn constraint(s: &StructuredOutputs, limits: &RequestLimits) -> Result<Option<Gr
     }
 }
 
-fn json_schema(param: &str, schema: &Value) -> Result<Grammar, ApiError> {
+fn json_schema(param: &str, schema: &Value, spacing: &Spacing) -> Result<Grammar, ApiError> {
     match schema {
-        Value::Object(_) | Value::Bool(true) => Ok(Grammar::JsonSchema(schema.to_string())),
+        Value::Object(_) | Value::Bool(true) => Ok(Grammar::JsonSchema(spaced(schema.clone(), spacing).to_string())),
         _ => Err(ApiError::value(param, "a JSON schema must be an object.")),
     }
 }
@@ -145,7 +180,6 @@ fn structural_tag(param: &str) -> ApiError {
 mod tests {
     use super::*;
     use ernie_proto::openai::ChatCompletionRequest;
-    use serde_json::json;
 
     fn of(extra: Value) -> Result<Option<Grammar>, ApiError> {
         let mut body = extra.as_object().unwrap().clone();
@@ -157,7 +191,7 @@ mod tests {
     #[test]
     fn every_spelling_of_a_constraint_is_read() {
         let schema = json!({"type": "object", "properties": {"b": {}, "a": {}}});
-        let expected = Some(Grammar::JsonSchema(schema.to_string()));
+        let expected = Some(Grammar::JsonSchema(spaced(schema.clone(), &Spacing::Python).to_string()));
         let format = json!({"type": "json_schema", "json_schema": {"name": "n", "schema": schema, "strict": true}});
         assert_eq!(of(json!({"response_format": format})).unwrap(), expected);
         assert_eq!(of(json!({"structured_outputs": {"json": schema}})).unwrap(), expected);
@@ -193,7 +227,9 @@ mod tests {
             assert!(started.elapsed().as_secs() < 2, "{grammar:?}");
         }
         for grammar in [
-            Grammar::JsonSchema(ANY_OBJECT.into()),
+            any_object(&Spacing::Python),
+            any_object(&Spacing::None),
+            any_object(&Spacing::Pattern("[ \\n]{0,4}".into())),
             Grammar::JsonSchema("{}".into()),
             Grammar::Regex("(a+)+$?".replace('$', "b")),
             Grammar::Lark("start: \"a\\\"b\" | \"北\"\n".into()),

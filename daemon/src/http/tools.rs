@@ -1,7 +1,7 @@
 //! What `tools` and `tool_choice` of a chat mean for the prompt, the grammar and the reading of the answer.
 
 use super::error::ApiError;
-use super::structured::lark_string;
+use super::structured::{Spacing, lark_string, spaced};
 use super::validate::RequestLimits;
 use crate::text::chat_template::{ChatTemplate, Conversation};
 use crate::text::tool_calls::{self, ToolParser};
@@ -116,6 +116,7 @@ impl ToolPlan {
                 "required": ["name", "arguments"],
                 "additionalProperties": false,
             });
+            let schema = spaced(schema, &Spacing::Python);
             lark.push_str(&format!("{name}: %json {schema}\n"));
         }
         if lark.len() > limits.grammar_bytes_max {
