@@ -7,8 +7,9 @@ use serde_json::{Value, json};
 use std::time::Duration;
 use tokio::sync::mpsc;
 
-/// Streams in flight while a worker is struck.
+/// Streams in flight while a worker is struck: the long ones, and the many.
 const STREAMS: usize = 50;
+const STREAMS_MANY: usize = 200;
 
 fn long_request(i: usize) -> Value {
     let greedy = i.is_multiple_of(2);
@@ -46,10 +47,10 @@ async fn run_streams(client: &Client, count: usize, on_token: mpsc::Sender<()>) 
 }
 
 /// Strikes the worker with `signal` after each of `after` events, and returns what the streams brought.
-async fn struck(daemon: &TestDaemon, signal: Signal, after: &[usize]) -> Result<Vec<Vec<u64>>> {
+async fn struck(daemon: &TestDaemon, count: usize, signal: Signal, after: &[usize]) -> Result<Vec<Vec<u64>>> {
     let (sender, mut events) = mpsc::channel(4096);
     let client = daemon.client();
-    let streams = tokio::spawn(async move { run_streams(&client, STREAMS, sender).await });
+    let streams = tokio::spawn(async move { run_streams(&client, count, sender).await });
     let mut seen = 0;
     for &strike in after {
         while seen < strike && events.recv().await.is_some() {
@@ -65,17 +66,18 @@ async fn struck(daemon: &TestDaemon, signal: Signal, after: &[usize]) -> Result<
     streams.await?
 }
 
-async fn undisturbed(daemon: &TestDaemon) -> Result<Vec<Vec<u64>>> {
+async fn undisturbed(daemon: &TestDaemon, count: usize) -> Result<Vec<Vec<u64>>> {
     let (sender, events) = mpsc::channel(1);
     drop(events);
-    run_streams(&daemon.client(), STREAMS, sender).await
+    run_streams(&daemon.client(), count, sender).await
 }
 
 #[tokio::test(flavor = "multi_thread")]
 async fn streams_survive_two_kills_of_their_worker_without_a_changed_token() -> Result<()> {
     let daemon = TestDaemon::demo().await?;
-    let calm = undisturbed(&daemon).await?;
-    let stormy = struck(&daemon, Signal::KILL, &[600, 3000]).await?;
+    let calm = undisturbed(&daemon, STREAMS_MANY).await?;
+    let stormy = struck(&daemon, STREAMS_MANY, Signal::KILL, &[2000, 12000]).await?;
+    assert_eq!(stormy.len(), STREAMS_MANY);
     for (i, (a, b)) in calm.iter().zip(&stormy).enumerate() {
         assert_eq!(a.len(), 160, "stream {i}");
         assert_eq!(a, b, "stream {i} differs after its worker was killed");
@@ -86,8 +88,8 @@ async fn streams_survive_two_kills_of_their_worker_without_a_changed_token() -> 
 #[tokio::test(flavor = "multi_thread")]
 async fn streams_survive_a_stopped_worker_without_a_changed_token() -> Result<()> {
     let daemon = TestDaemon::start(DaemonOptions::default().flags(&["--stall-timeout", "2s"])).await?;
-    let calm = undisturbed(&daemon).await?;
-    let stormy = struck(&daemon, Signal::STOP, &[1000]).await?;
+    let calm = undisturbed(&daemon, STREAMS).await?;
+    let stormy = struck(&daemon, STREAMS, Signal::STOP, &[1000]).await?;
     assert_eq!(calm, stormy);
     Ok(())
 }
