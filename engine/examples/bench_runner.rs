@@ -1,4 +1,4 @@
-//! How fast is the engine alone? Like llama-batched-bench: every sequence gets the same prompt length, all prefill, then
+//! How fast is the engine alone? Like llama-batched-bench: every sequence gets random tokens of the same number, all prefill, then
 //! all decode greedily for a number of steps.
 //!
 //! `bench_runner MODEL [--kind bf16] [--batch 1,8,16,32] [--prompt 128] [--new 64] [--threads N] [--ops]`, the kind as
@@ -160,13 +160,21 @@ fn measure(runner: &mut CpuRunner, a: &Arguments, sequences: usize) -> Result<()
         }
     };
     let mut times = Times { last: Instant::now(), spent: BTreeMap::new() };
-    let prompt: Vec<u32> = (0..a.prompt).map(|i| (i as u32 * 7919 + 13) % vocab).collect();
+    // Every sequence has a text of its own: with the same one, all would be sent to the same experts.
+    let mut state = 0x2545_f491_u32;
+    let mut token = || {
+        state ^= state << 13;
+        state ^= state >> 17;
+        state ^= state << 5;
+        state % vocab
+    };
+    let prompts: Vec<Vec<u32>> = (0..sequences).map(|_| (0..a.prompt).map(|_| token()).collect()).collect();
     let mut last = vec![0u32; sequences];
     let start = Instant::now();
     let per_step = (budget / a.prompt).max(1);
     for group in (0..sequences).collect::<Vec<_>>().chunks(per_step) {
         step.clear();
-        group.iter().for_each(|&s| add(&mut step, s, 0, &prompt, true));
+        group.iter().for_each(|&s| add(&mut step, s, 0, &prompts[s], true));
         times.last = Instant::now();
         runner.execute_observed(&step, &mut times).map_err(|e| e.to_string())?;
         for (i, &s) in group.iter().enumerate() {

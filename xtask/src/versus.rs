@@ -2,11 +2,13 @@
 //!
 //! Shared machines change their memory bandwidth by a factor of two within a minute, so a figure without its peer's figure
 //! from the same run says nothing. Each round measures ours, then theirs, at every level of users; while one is
-//! measured the other is stopped (SIGSTOP), because idle servers spin. Ratios are of the medians over the rounds.
+//! measured the peers are stopped (SIGSTOP), because some spin when idle; ours parks its threads, and a daemon that was
+//! stopped would rightly ask whether its worker still lives. Ratios are of the medians over the rounds.
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 use std::collections::BTreeMap;
+use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use xshell::{Shell, cmd};
@@ -63,7 +65,8 @@ impl Drop for Contender {
 pub(crate) fn run(sh: &Shell, arguments: &[String]) -> Result<()> {
     let options = parse(arguments)?;
     cmd!(sh, "cargo build --release --locked -p ernied -p ernie-ctl").run()?;
-    let release = sh.current_dir().join("target/release");
+    let target = std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| sh.current_dir().join("target"), PathBuf::from);
+    let release = target.join("release");
     let state = sh.create_temp_dir()?;
     let mut contenders = Vec::new();
     let port = OUR_PORT.to_string();
@@ -89,7 +92,7 @@ pub(crate) fn run(sh: &Shell, arguments: &[String]) -> Result<()> {
     for round in 0..options.rounds {
         for &users in &options.users {
             for (i, contender) in contenders.iter().enumerate() {
-                for other in contenders.iter().filter_map(|c| c.process.as_ref()) {
+                for other in peers(&contenders) {
                     signal(other, "STOP");
                 }
                 if let Some(process) = &contender.process {
@@ -120,6 +123,11 @@ pub(crate) fn run(sh: &Shell, arguments: &[String]) -> Result<()> {
     }
     print_table(&contenders, &options, &results);
     Ok(())
+}
+
+/// The processes of all but ours, which comes first.
+fn peers(contenders: &[Contender]) -> impl Iterator<Item = &Child> {
+    contenders.iter().skip(1).filter_map(|c| c.process.as_ref())
 }
 
 fn print_table(contenders: &[Contender], options: &Options, results: &BTreeMap<(u32, usize), Vec<Value>>) {
@@ -173,9 +181,6 @@ fn launch(name: &str, mut command: Command, port: u16) -> Result<Contender> {
         std::thread::sleep(Duration::from_millis(100));
     }
     eprintln!("{name} healthy after {:.2} s", begin.elapsed().as_secs_f64());
-    if let Some(process) = &contender.process {
-        signal(process, "STOP");
-    }
     Ok(contender)
 }
 

@@ -72,12 +72,17 @@ impl Target {
         }
         let mut events = Events { body: response.into_body(), buffer: Vec::new() };
         let (mut first, mut last, mut gaps, mut usage) = (None, begin, Vec::new(), (0, 0));
+        // Control tokens have no text: an answer of nothing else is timed by its first event with a choice.
+        let mut answered = None;
         while let Some(event) = events.next().await? {
             let now = Instant::now();
             ensure!(event.get("error").is_none(), "error event: {event}");
             if let Some(u) = event.get("usage").filter(|u| u.is_object()) {
                 let count = |key: &str| u[key].as_u64().unwrap_or_default() as usize;
                 usage = (count("prompt_tokens"), count("completion_tokens"));
+            }
+            if event["choices"].get(0).is_some() {
+                answered.get_or_insert(now - begin);
             }
             if has_text(&event) {
                 if first.is_none() {
@@ -88,7 +93,7 @@ impl Target {
                 last = now;
             }
         }
-        let ttft = first.context("the stream ended without text")?;
+        let ttft = first.or(answered.filter(|_| usage.1 > 0)).context("the stream ended without a token")?;
         let output_tokens = if usage.1 > 0 { usage.1 } else { gaps.len() + 1 };
         Ok(Outcome { ttft, gaps, latency: begin.elapsed(), prompt_tokens: usage.0, output_tokens })
     }
