@@ -40,7 +40,7 @@ const KINDS: [(&str, WeightKind); 7] = [
     ("int4-g32", WeightKind::Int4 { group: 32, zero_point: false }),
     ("int4-g128-zp", WeightKind::Int4 { group: 128, zero_point: true }),
 ];
-const ROWS: [usize; 7] = [1, 4, 8, 16, 32, 64, 256];
+const ROWS: [usize; 8] = [1, 4, 8, 16, 32, 64, 128, 256];
 
 /// Measures every operation that all words of `filter` name (part of "kind shape", or `m` and the rows, or with `=` the whole
 /// of one of these), and returns the table. The word `cached` uses one matrix only: the kernels without memory.

@@ -32,9 +32,7 @@ pub enum Out<'a> {
 
 /// Activation bytes of a row block: with a panel they should fit half of a small L2.
 const BLOCK_BYTES: usize = 256 << 10;
-/// Up to this many rows the next panel is prefetched; beyond, a panel's own tiles give the hardware time enough.
-const PREFETCH_ROWS: usize = 64;
-/// From this many rows on computing a panel takes as long as reading the next.
+/// From this many rows on computing a panel takes as long as reading the next, which is then prefetched.
 const PREFETCH_ROWS_MIN: usize = 4;
 /// Multiplications below which waking a second thread costs more than it saves.
 const PARALLEL_PRODUCTS: usize = 64 * 1024;
@@ -135,7 +133,7 @@ pub(crate) unsafe fn run_panels(acts: &Acts, rows: Range<usize>, w: &Matrix, pan
     while block_start < rows.end {
         let block = block_rows_of(rows.end - block_start, block_rows);
         let tiles = if block >= kernels.split_from { 2 } else { 1 }.max(block.div_ceil(tile_rows_max));
-        let pace = block >= PREFETCH_ROWS_MIN && rows.len() <= PREFETCH_ROWS;
+        let pace = block >= PREFETCH_ROWS_MIN;
         for panel in panels.clone() {
             let weights = w.panel(panel);
             let next = if pace && panel + 1 < panels.end { w.panel(panel + 1).data } else { &[] };

@@ -87,7 +87,7 @@ pub struct Load {
     pub max_num_seqs: u32,
     /// Most tokens in one step.
     pub max_num_batched_tokens: u32,
-    /// Most prompt tokens in a step that also carries decodes. `None`: the engine's default.
+    /// Most prompt tokens in a step that also carries decodes. `None`: the worker measures what takes about 50 ms.
     pub max_prefill_chunk: Option<u32>,
     /// Bytes for KV blocks. `None`: what `memory_bytes` leaves.
     pub kv_cache_bytes: Option<u64>,

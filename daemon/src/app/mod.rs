@@ -233,7 +233,7 @@ fn deployment(config: &Config, model_dir: &Path, verified: &VerifiedModel, text:
         max_num_batched_tokens: config.engine.max_num_batched_tokens,
         kv_cache_bytes: config.engine.kv_cache_bytes,
         memory_bytes: memory_bytes(config),
-        max_prefill_chunk: None,
+        max_prefill_chunk: config.engine.max_prefill_chunk,
         swap_policy: if config.engine.swap_space_bytes > 0 { SwapPolicy::OnPressure } else { SwapPolicy::Off },
         manifest: verified.manifest().map(Manifest::to_wire).unwrap_or_default(),
         enable_prefix_caching: config.engine.enable_prefix_caching,

@@ -103,6 +103,8 @@ pub enum ModelSource {
 pub struct EngineConfig {
     pub max_num_seqs: u32,
     pub max_num_batched_tokens: u32,
+    /// `None`: measured by the worker.
+    pub max_prefill_chunk: Option<u32>,
     pub memory_fraction: f32,
     pub kv_cache_bytes: Option<u64>,
     pub swap_space_bytes: u64,

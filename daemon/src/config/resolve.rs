@@ -197,6 +197,8 @@ impl Resolver<'_> {
         EngineConfig {
             max_num_seqs: self.u32("engine.max_num_seqs", 1, 4096),
             max_num_batched_tokens: self.u32("engine.max_num_batched_tokens", 16, 1 << 20),
+            max_prefill_chunk: self
+                .optional("engine.max_prefill_chunk", |t| parse::integer(t, 1, 1 << 20).map(|n| n as u32)),
             memory_fraction: self.value("engine.memory_utilization", 0.9, parse::fraction),
             kv_cache_bytes: self.optional("engine.kv_cache", |t| parse::size(t, 1)),
             swap_space_bytes: self.value("engine.swap_space", 0, |t| parse::size(t, 1 << 30)),

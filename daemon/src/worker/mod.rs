@@ -4,6 +4,7 @@
 //! environment (but for the kernels' `ERNIED_ISA`), writes no file. When the socket ends, it ends, whatever it is doing.
 
 mod io;
+mod pace;
 mod serve;
 mod wire;
 

@@ -4,7 +4,7 @@
 //! sleeps on its inbox.
 
 use super::io::{Inbox, Outbox};
-use super::wire;
+use super::{pace, wire};
 use ernie_engine::model::{Manifest, Observer, Op};
 use ernie_engine::params::RequestId as EngineRequestId;
 use ernie_engine::runner::cpu::{CpuRunner, LoadPhase as EnginePhase, LoadProgress as EngineProgress};
@@ -42,14 +42,20 @@ pub(super) fn load(load: Load, outbox: &Outbox) -> Result<(Engine<Beating<CpuRun
             last = Some(outbox.send(&FromWorker::LoadProgress(LoadProgress { phase, bytes_done, bytes_total })));
         }
     };
-    let runner = CpuRunner::load(&options(&load), &mut progress).map_err(|error| with_causes(&error))?;
+    let mut runner = CpuRunner::load(&options(&load), &mut progress).map_err(|error| with_causes(&error))?;
     last.unwrap_or(Ok(()))?;
+    let max_prefill_chunk = match load.max_prefill_chunk {
+        Some(chunk) => chunk,
+        None => pace::prefill_chunk(&mut runner).map_err(|error| with_causes(&error))?,
+    };
+    runner.reset_expert_tokens();
     outbox.send(&FromWorker::Loaded(Box::new(loaded(&runner, phases.end()))))?;
     let progress = Arc::new(AtomicU64::new(0));
+    let runner = Beating { runner, progress: progress.clone() };
     let config = EngineConfig {
         max_num_seqs: load.max_num_seqs,
         max_num_batched_tokens: load.max_num_batched_tokens,
-        max_prefill_chunk: load.max_prefill_chunk.unwrap_or(EngineConfig::default().max_prefill_chunk),
+        max_prefill_chunk,
         enable_prefix_caching: load.enable_prefix_caching,
         seed: load.seed,
         swap: SwapConfig {
@@ -63,7 +69,7 @@ pub(super) fn load(load: Load, outbox: &Outbox) -> Result<(Engine<Beating<CpuRun
         vocabulary: load.vocabulary,
         ..EngineConfig::default()
     };
-    let engine = Engine::new(config, Beating { runner, progress: progress.clone() });
+    let engine = Engine::new(config, runner);
     Ok((engine, progress))
 }
 

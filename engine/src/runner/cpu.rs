@@ -158,6 +158,11 @@ impl CpuRunner {
         &mut self.kv
     }
 
+    /// Forgets what steps that no request asked for were counted as.
+    pub fn reset_expert_tokens(&mut self) {
+        self.expert_tokens.iter_mut().for_each(|layer| layer.fill(0));
+    }
+
     /// A small step of each kind on blocks that nobody owns yet.
     fn warm_up(&mut self) {
         let len = self.limits.max_num_batched_tokens.min(BLOCK_SIZE).min(self.limits.max_model_len);
@@ -180,7 +185,7 @@ impl CpuRunner {
                 unreachable!("a batch of one sequence in block 0 fits every runner");
             }
         }
-        self.expert_tokens.iter_mut().for_each(|layer| layer.fill(0));
+        self.reset_expert_tokens();
     }
 
     /// [`ModelRunner::execute`], watched.
