@@ -137,66 +137,81 @@ pub struct Checkpoint {
 }
 
 /// A tensor as a header declares it.
-struct Declared {
+pub(super) struct Declared {
     file: usize,
-    range: Range<usize>,
-    dtype: Dtype,
+    pub(super) range: Range<usize>,
+    pub(super) dtype: Dtype,
     shape: Vec<usize>,
 }
 
 impl Checkpoint {
     /// Opens the weight files of `dir` and checks them against the config.
     pub fn open(dir: &Path, config: &ModelConfig) -> Result<Self, CheckpointError> {
-        let (names, index) = weight_files(dir)?;
-        let mut files = Vec::new();
-        let mut declared: BTreeMap<String, Declared> = BTreeMap::new();
-        let mut problems = Vec::new();
+        let WeightFiles { names, absent, index } = weight_files(dir)?;
+        if let Some(absent) = absent.first() {
+            let cause = format!("{absent} is named in {INDEX}, but the folder does not have it");
+            return Err(CheckpointError::NoWeights { dir: dir.to_path_buf(), cause, remedy: COPY_SHARDS });
+        }
+        let (mut files, mut headers) = (Vec::new(), Vec::new());
         for name in &names {
             let file = MappedFile::open(&dir.join(name), name)?;
-            let headers = read_header(&file)?;
-            for (tensor, mut info) in headers {
-                info.file = files.len();
-                if let Some(index) = &index {
-                    match index.map.get(&tensor) {
-                        Some(home) if home == name => {}
-                        Some(home) => problems.push(TensorProblem {
-                            name: tensor.clone(),
-                            file: Some(name.clone()),
-                            kind: TensorProblemKind::Duplicated { also_in: home.clone() },
-                        }),
-                        None if is_known_and_skipped(config, &tensor) => {}
-                        None => problems.push(TensorProblem {
-                            name: tensor.clone(),
-                            file: Some(name.clone()),
-                            kind: TensorProblemKind::NotInIndex,
-                        }),
-                    }
-                }
-                declared.insert(tensor, info);
-            }
+            headers.push(read_header(&file)?);
             files.push(file);
         }
-        if let Some(index) = &index {
-            for (tensor, file) in index.map.iter().filter(|(tensor, _)| !declared.contains_key(*tensor)) {
-                problems.push(TensorProblem {
-                    name: tensor.clone(),
-                    file: Some(file.clone()),
-                    kind: TensorProblemKind::NotInItsFile,
-                });
-            }
-        }
-        let reported: BTreeSet<String> = problems.iter().map(|p: &TensorProblem| p.name.clone()).collect();
-        let tensors = choose(config, declared, &names, &reported, &mut problems);
+        let (tensors, problems) = locate(config, &names, headers, index.as_ref());
         if !problems.is_empty() {
             return Err(CheckpointError::Tensors { dir: dir.to_path_buf(), problems });
         }
         Ok(Self { dir: dir.to_path_buf(), files, tensors, index: index.map(|i| i.bytes) })
     }
 
+    /// Of a folder whose weights come from elsewhere.
+    pub(super) fn empty(dir: &Path) -> Self {
+        Self { dir: dir.to_path_buf(), files: Vec::new(), tensors: HashMap::new(), index: None }
+    }
+
     /// Bytes of all tensors that will be read.
     pub fn bytes(&self) -> u64 {
         self.tensors.values().map(|t| t.range.len() as u64).sum()
     }
+}
+
+/// Finds every parameter of the model in the files with these headers (in the order of `files`), and everything that does
+/// not fit.
+pub(super) fn locate(
+    config: &ModelConfig,
+    files: &[String],
+    headers: Vec<Vec<(String, Declared)>>,
+    index: Option<&Index>,
+) -> (HashMap<String, TensorAt>, Vec<TensorProblem>) {
+    let mut declared: BTreeMap<String, Declared> = BTreeMap::new();
+    let mut problems = Vec::new();
+    for (number, (name, header)) in files.iter().zip(headers).enumerate() {
+        for (tensor, mut info) in header {
+            info.file = number;
+            let problem = |kind| TensorProblem { name: tensor.clone(), file: Some(name.clone()), kind };
+            match index.map(|index| index.map.get(&tensor)) {
+                None => {}
+                Some(Some(home)) if home == name => {}
+                Some(Some(home)) => problems.push(problem(TensorProblemKind::Duplicated { also_in: home.clone() })),
+                Some(None) if is_known_and_skipped(config, &tensor) => {}
+                Some(None) => problems.push(problem(TensorProblemKind::NotInIndex)),
+            }
+            declared.insert(tensor, info);
+        }
+    }
+    for (tensor, file) in index.into_iter().flat_map(|index| &index.map) {
+        if !declared.contains_key(tensor) {
+            problems.push(TensorProblem {
+                name: tensor.clone(),
+                file: Some(file.clone()),
+                kind: TensorProblemKind::NotInItsFile,
+            });
+        }
+    }
+    let reported: BTreeSet<String> = problems.iter().map(|p: &TensorProblem| p.name.clone()).collect();
+    let tensors = choose(config, declared, files, &reported, &mut problems);
+    (tensors, problems)
 }
 
 /// Matches what is there with what is needed.
@@ -248,14 +263,24 @@ fn same_shape(a: &[usize], b: &[usize]) -> bool {
     bare(a) == bare(b)
 }
 
-struct Index {
+pub(super) struct Index {
     bytes: Vec<u8>,
     /// Tensor name to file name.
-    map: BTreeMap<String, String>,
+    pub(super) map: BTreeMap<String, String>,
 }
 
+/// The weight files of a folder.
+pub(super) struct WeightFiles {
+    pub(super) names: Vec<String>,
+    /// Named by the index and not there.
+    pub(super) absent: Vec<String>,
+    pub(super) index: Option<Index>,
+}
+
+pub(super) const COPY_SHARDS: &str = "copy all shards of the model";
+
 /// Names of the weight files of a folder, and the index when there is one.
-fn weight_files(dir: &Path) -> Result<(Vec<String>, Option<Index>), CheckpointError> {
+pub(super) fn weight_files(dir: &Path) -> Result<WeightFiles, CheckpointError> {
     let mut present = BTreeSet::new();
     let read = |source| CheckpointError::Read { path: dir.to_path_buf(), source };
     for entry in std::fs::read_dir(dir).map_err(read)? {
@@ -264,19 +289,12 @@ fn weight_files(dir: &Path) -> Result<(Vec<String>, Option<Index>), CheckpointEr
         }
     }
     match (present.contains(SINGLE), present.contains(INDEX)) {
-        (true, false) => Ok((vec![SINGLE.to_owned()], None)),
+        (true, false) => Ok(WeightFiles { names: vec![SINGLE.to_owned()], absent: Vec::new(), index: None }),
         (false, true) => {
             let index = read_index(&dir.join(INDEX))?;
             let files: BTreeSet<_> = index.map.values().cloned().collect();
-            if let Some(absent) = files.iter().find(|f| !present.contains(*f)) {
-                let cause = format!("{absent} is named in {INDEX}, but the folder does not have it");
-                return Err(CheckpointError::NoWeights {
-                    dir: dir.to_path_buf(),
-                    cause,
-                    remedy: "copy all shards of the model",
-                });
-            }
-            Ok((files.into_iter().collect(), Some(index)))
+            let (names, absent) = files.into_iter().partition(|file| present.contains(file));
+            Ok(WeightFiles { names, absent, index: Some(index) })
         }
         (true, true) => Err(CheckpointError::NoWeights {
             dir: dir.to_path_buf(),
@@ -352,7 +370,7 @@ fn lfs_pointer(path: &Path) -> CheckpointError {
 }
 
 /// The tensors that a file declares; their ranges are inside the file, disjoint, and fill it.
-fn read_header(file: &MappedFile) -> Result<Vec<(String, Declared)>, CheckpointError> {
+pub(super) fn read_header(file: &MappedFile) -> Result<Vec<(String, Declared)>, CheckpointError> {
     let bytes = file.bytes();
     let malformed =
         |cause: String| CheckpointError::Malformed { file: file.path().to_path_buf(), cause, remedy: COPY_AGAIN };

@@ -3,13 +3,14 @@
 //! Reads through the descriptors that the loader opened, so that the file which is hashed is the file which is packed. The
 //! manifest itself (`SHA256SUMS`) is parsed by whoever owns the model store; here are only names and digests.
 
-use super::checkpoint::{Checkpoint, CheckpointError, INDEX};
+use super::checkpoint::CheckpointError;
+use super::weights::MappedFile;
 use sha2::{Digest as _, Sha256};
 use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
@@ -37,26 +38,28 @@ pub(crate) struct Hashing {
     /// Set when the load fails, so that nobody waits for digests that no longer matter.
     cancelled: Arc<AtomicBool>,
     failure: Arc<Mutex<Option<CheckpointError>>>,
+    hashed: Arc<AtomicU64>,
+    total: u64,
 }
 
 impl Hashing {
     /// Checks the small files at once (their bytes are here already) and starts threads for the weight files.
     pub(crate) fn start(
         manifest: &Manifest,
-        checkpoint: &Checkpoint,
-        config: &[u8],
+        dir: &Path,
+        files: &[&MappedFile],
+        small: &[(&str, &[u8])],
         threads: usize,
     ) -> Result<Self, CheckpointError> {
         let listed = |name: &str| {
-            let file = checkpoint.dir.join(name);
+            let file = dir.join(name);
             manifest.digests.get(name).copied().ok_or(CheckpointError::Unlisted { file })
         };
-        compare(&checkpoint.dir.join("config.json"), Sha256::digest(config).into(), listed("config.json")?)?;
-        if let Some(index) = &checkpoint.index {
-            compare(&checkpoint.dir.join(INDEX), Sha256::digest(index).into(), listed(INDEX)?)?;
+        for (name, bytes) in small {
+            compare(&dir.join(name), Sha256::digest(bytes).into(), listed(name)?)?;
         }
         let mut jobs = Vec::new();
-        for file in &checkpoint.files {
+        for file in files {
             jobs.push(Job {
                 path: file.path().to_path_buf(),
                 file: Arc::clone(file.file()),
@@ -64,16 +67,23 @@ impl Hashing {
                 expected: listed(file.name())?,
             });
         }
+        // The longest first: the others fit beside it.
+        jobs.sort_by_key(|job| std::cmp::Reverse(job.length));
+        let total = jobs.iter().map(|job| job.length).sum();
+        let hashed = Arc::new(AtomicU64::new(0));
         let (next, jobs) = (Arc::new(AtomicUsize::new(0)), Arc::new(jobs));
         let cancelled = Arc::new(AtomicBool::new(false));
         let failure = Arc::new(Mutex::new(None));
-        let threads = (0..threads.clamp(1, jobs.len()))
+        let threads = (0..threads.clamp(1, jobs.len().max(1)))
             .map(|_| {
                 let (next, jobs) = (Arc::clone(&next), Arc::clone(&jobs));
                 let (cancelled, failure) = (Arc::clone(&cancelled), Arc::clone(&failure));
+                let hashed = Arc::clone(&hashed);
                 std::thread::spawn(move || {
                     while let Some(job) = jobs.get(next.fetch_add(1, Ordering::Relaxed)) {
-                        if let Err(error) = hash(job, &cancelled).and_then(|d| compare(&job.path, d, job.expected)) {
+                        if let Err(error) =
+                            hash(job, &cancelled, &hashed).and_then(|d| compare(&job.path, d, job.expected))
+                        {
                             cancelled.store(true, Ordering::Relaxed);
                             failure.lock().unwrap_or_else(|e| e.into_inner()).get_or_insert(error);
                         }
@@ -81,7 +91,16 @@ impl Hashing {
                 })
             })
             .collect();
-        Ok(Self { threads, cancelled, failure })
+        Ok(Self { threads, cancelled, failure, hashed, total })
+    }
+
+    /// Bytes hashed so far, and in all.
+    pub(crate) fn progress(&self) -> (u64, u64) {
+        (self.hashed.load(Ordering::Relaxed), self.total)
+    }
+
+    pub(crate) fn is_over(&self) -> bool {
+        self.threads.iter().all(JoinHandle::is_finished)
     }
 
     /// Waits for the digests; an error is the first that was found.
@@ -103,7 +122,7 @@ impl Drop for Hashing {
 }
 
 /// Digest of a whole file, or of nothing useful once cancelled.
-fn hash(job: &Job, cancelled: &AtomicBool) -> Result<[u8; 32], CheckpointError> {
+fn hash(job: &Job, cancelled: &AtomicBool, hashed: &AtomicU64) -> Result<[u8; 32], CheckpointError> {
     let read = |source| CheckpointError::Read { path: job.path.clone(), source };
     let mut buffer = vec![0; CHUNK];
     let mut hasher = Sha256::new();
@@ -115,6 +134,7 @@ fn hash(job: &Job, cancelled: &AtomicBool) -> Result<[u8; 32], CheckpointError> 
             n => {
                 hasher.update(&buffer[..n]);
                 offset += n as u64;
+                hashed.fetch_add(n as u64, Ordering::Relaxed);
             }
         }
     }

@@ -6,9 +6,12 @@
 //! A file that is *truncated* while it is mapped ends the process (SIGBUS), as for every user of mmap; the supervisor
 //! reports a worker that dies while loading.
 
-use super::checkpoint::{Checkpoint, CheckpointError, ElementType, TensorAt};
+use super::checkpoint::{Checkpoint, CheckpointError, ElementType, INDEX, TensorAt};
+use super::config::ModelConfig;
 use super::digest::{Hashing, Manifest};
+use super::parameters::parameters;
 use super::plan::Form;
+use super::prepared::{PREPARED, Prepared, Writer};
 use ernie_kernels::ops::embed_bf16;
 use ernie_kernels::{Arrange, Matrix, PackError, Pool, RowSource};
 use memmap2::{Advice, Mmap, UncheckedAdvice};
@@ -85,7 +88,7 @@ impl MappedFile {
     }
 
     /// Asks the kernel to read ahead.
-    fn expect(&self, range: &Range<usize>) {
+    pub(super) fn expect(&self, range: &Range<usize>) {
         // Advice only: if it fails, reading is slower.
         let _ = self.map.advise_range(Advice::WillNeed, range.start, range.len());
     }
@@ -105,6 +108,12 @@ impl MappedFile {
     }
 }
 
+impl AsRef<[u8]> for MappedFile {
+    fn as_ref(&self) -> &[u8] {
+        &self.map
+    }
+}
+
 /// Why weights could not be brought into memory.
 #[derive(Debug, thiserror::Error)]
 pub enum WeightsError {
@@ -112,21 +121,55 @@ pub enum WeightsError {
     Checkpoint(#[from] CheckpointError),
     #[error("{name} can not be packed: {source}")]
     Pack { name: String, source: PackError },
+    #[error("{}: {name}: {cause}; prepare the model again (`ernie-ctl model prepare`)", file.display())]
+    Prepared { file: PathBuf, name: String, cause: String },
+    #[error("{} can not be written: {source}", path.display())]
+    Write { path: PathBuf, source: std::io::Error },
     #[error("{0} was asked for twice, or is not in the parameter list; this is a defect of ernied, please report it")]
     Unclaimed(String),
     #[error("{0} was never read; this is a defect of ernied, please report it")]
     Unread(String),
 }
 
-/// Hands out each tensor of a checkpoint exactly once, packed or converted.
+/// Hands out each tensor of a checkpoint exactly once, packed or converted; or each item of a prepared folder as it lies.
 pub struct Loader<'a> {
     pool: &'a Pool,
     checkpoint: Checkpoint,
     remaining: HashMap<String, TensorAt>,
+    /// Instead of the checkpoint's tensors.
+    prepared: Option<Source>,
+    /// Writes down what is handed out.
+    writer: Option<Writer>,
     bytes_done: u64,
     bytes_total: u64,
     hashing: Option<Hashing>,
     progress: &'a mut dyn FnMut(u64, u64),
+}
+
+/// A prepared folder, and the shapes that its items must have.
+struct Source {
+    prepared: Prepared,
+    shapes: HashMap<String, Vec<usize>>,
+}
+
+impl Source {
+    fn shape(&self, name: &str) -> Result<&[usize], WeightsError> {
+        self.shapes.get(name).map(Vec::as_slice).ok_or_else(|| WeightsError::Unclaimed(name.to_owned()))
+    }
+
+    /// Rows of all of them together, and columns, which they share.
+    fn matrix_shape(&self, names: &[&str]) -> Result<(usize, usize), WeightsError> {
+        let mut size = (0, 0);
+        for name in names {
+            let shape = self.shape(name)?;
+            size = (size.0 + shape[0], shape.last().copied().unwrap_or(0));
+        }
+        Ok(size)
+    }
+
+    fn numbers(&self, name: &str) -> Result<usize, WeightsError> {
+        Ok(self.shape(name)?.iter().product())
+    }
 }
 
 impl std::fmt::Debug for Loader<'_> {
@@ -148,11 +191,77 @@ impl<'a> Loader<'a> {
         let bytes_total = checkpoint.bytes();
         let remaining = std::mem::take(&mut checkpoint.tensors);
         let hashing = match verify {
-            Some(manifest) => Some(Hashing::start(manifest, &checkpoint, config, pool.threads())?),
+            Some(manifest) => {
+                let mut small = vec![("config.json", config)];
+                small.extend(checkpoint.index.as_ref().map(|index| (INDEX, index.as_slice())));
+                Some(Hashing::start(
+                    manifest,
+                    &checkpoint.dir,
+                    &checkpoint.files.iter().collect::<Vec<_>>(),
+                    &small,
+                    pool.threads(),
+                )?)
+            }
             None => None,
         };
-        progress(0, bytes_total);
-        Ok(Self { pool, checkpoint, remaining, bytes_done: 0, bytes_total, hashing, progress })
+        Ok(Self::begin(Self {
+            pool,
+            checkpoint,
+            remaining,
+            prepared: None,
+            writer: None,
+            bytes_done: 0,
+            bytes_total,
+            hashing,
+            progress,
+        }))
+    }
+
+    /// As [`Loader::new`], from a prepared folder.
+    pub fn prepared(
+        dir: &Path,
+        prepared: Prepared,
+        (model, config): (&ModelConfig, &[u8]),
+        verify: Option<&Manifest>,
+        pool: &'a Pool,
+        progress: &'a mut dyn FnMut(u64, u64),
+    ) -> Result<Self, WeightsError> {
+        prepared.expect_all();
+        let hashing = match verify {
+            Some(manifest) => {
+                let small = [("config.json", config), (PREPARED, prepared.text())];
+                Some(Hashing::start(manifest, dir, &prepared.files().collect::<Vec<_>>(), &small, pool.threads())?)
+            }
+            None => None,
+        };
+        let shapes = parameters(model).into_iter().map(|parameter| (parameter.name, parameter.shape)).collect();
+        Ok(Self::begin(Self {
+            pool,
+            checkpoint: Checkpoint::empty(dir),
+            remaining: HashMap::new(),
+            bytes_total: prepared.bytes(),
+            prepared: Some(Source { prepared, shapes }),
+            writer: None,
+            bytes_done: 0,
+            hashing,
+            progress,
+        }))
+    }
+
+    fn begin(mut self) -> Self {
+        self.tell();
+        self
+    }
+
+    /// Writes everything that is handed out from now on into a folder in prepared form.
+    pub fn write_down(&mut self, writer: Writer) {
+        self.writer = Some(writer);
+    }
+
+    /// Packing and hashing are one progress: both have to come to their end.
+    fn tell(&mut self) {
+        let (hashed, to_hash) = self.hashing.as_ref().map_or((0, 0), Hashing::progress);
+        (self.progress)(self.bytes_done + hashed, self.bytes_total + to_hash);
     }
 
     pub fn pool(&self) -> &'a Pool {
@@ -165,9 +274,18 @@ impl<'a> Loader<'a> {
 
     /// Packs one or more tensors as one matrix.
     pub fn matrix(&mut self, form: Form, arrange: Arrange, names: &[&str]) -> Result<Matrix, WeightsError> {
+        if let Some(source) = &mut self.prepared {
+            let shape = source.matrix_shape(names)?;
+            let matrix = source.prepared.matrix(form, arrange, names, shape)?;
+            self.took(matrix.prepared_bytes());
+            return Ok(matrix);
+        }
         let tensors = names.iter().map(|name| self.claim(name)).collect::<Result<Vec<_>, _>>()?;
         let matrix = self.pack(form, arrange, names[0], &tensors)?;
         tensors.iter().for_each(|t| self.done(t));
+        if let Some(writer) = &mut self.writer {
+            writer.matrix(names, &matrix)?;
+        }
         Ok(matrix)
     }
 
@@ -190,9 +308,17 @@ impl<'a> Loader<'a> {
 
     /// A small tensor (norm, router) in f32, whatever its type in the file.
     pub fn vector(&mut self, name: &str) -> Result<Vec<f32>, WeightsError> {
+        if let Some(source) = &mut self.prepared {
+            let values = source.prepared.vector(name, source.numbers(name)?)?;
+            self.took(values.len() * 4);
+            return Ok(values);
+        }
         let tensor = self.claim(name)?;
-        let values = floats(self.rows(&tensor)).collect();
+        let values: Vec<f32> = floats(self.rows(&tensor)).collect();
         self.done(&tensor);
+        if let Some(writer) = &mut self.writer {
+            writer.vector(name, &values)?;
+        }
         Ok(values)
     }
 
@@ -203,6 +329,19 @@ impl<'a> Loader<'a> {
         head: Option<Form>,
         keep_rows: Option<RowKind>,
     ) -> Result<Embedding, WeightsError> {
+        if let Some(source) = &mut self.prepared {
+            let shape = source.matrix_shape(&[name])?;
+            let head = match head {
+                Some(form) => Some(source.prepared.matrix(form, Arrange::Concat, &[name], shape)?),
+                None => None,
+            };
+            let rows = match keep_rows {
+                Some(kind) => Some(source.prepared.rows(name, kind, shape.0 * shape.1)?),
+                None => None,
+            };
+            self.took(head.as_ref().map_or(0, Matrix::prepared_bytes) + rows.as_ref().map_or(0, Rows::bytes));
+            return Ok(Embedding { head, rows });
+        }
         let tensor = self.claim(name)?;
         let head = match head {
             Some(form) => Some(self.pack(form, Arrange::Concat, name, std::slice::from_ref(&tensor))?),
@@ -210,29 +349,46 @@ impl<'a> Loader<'a> {
         };
         let rows = keep_rows.map(|kind| Rows::read(kind, self.rows(&tensor)));
         self.done(&tensor);
+        if let Some(writer) = &mut self.writer {
+            head.as_ref().map_or(Ok(()), |head| writer.matrix(&[name], head))?;
+            rows.as_ref().map_or(Ok(()), |rows| writer.rows(name, rows))?;
+        }
         Ok(Embedding { head, rows })
+    }
+
+    fn took(&mut self, bytes: usize) {
+        self.bytes_done += bytes as u64;
+        self.tell();
     }
 
     fn done(&mut self, tensor: &TensorAt) {
         self.checkpoint.files[tensor.file].release(&tensor.range);
-        self.bytes_done += tensor.range.len() as u64;
-        (self.progress)(self.bytes_done, self.bytes_total);
+        self.took(tensor.range.len());
     }
 
-    /// Every parameter was taken, every digest is right, and no file changed meanwhile.
-    pub fn finish(self) -> Result<(), WeightsError> {
-        if let Some(name) = self.remaining.into_keys().min() {
-            return Err(WeightsError::Unread(name));
+    /// Every parameter was taken, every digest is right, and no file changed meanwhile. Gives back the writer.
+    pub fn finish(mut self) -> Result<Option<Writer>, WeightsError> {
+        let left_over = self.prepared.as_ref().and_then(|source| source.prepared.left_over());
+        if let Some(name) = self.remaining.keys().map(String::as_str).min().or(left_over) {
+            return Err(WeightsError::Unread(name.to_owned()));
         }
-        if let Some(hashing) = self.hashing {
+        while self.hashing.as_ref().is_some_and(|hashing| !hashing.is_over()) {
+            self.tell();
+            std::thread::sleep(HASHING_BEAT);
+        }
+        if let Some(hashing) = self.hashing.take() {
             hashing.finish()?;
         }
-        for file in &self.checkpoint.files {
+        let prepared = self.prepared.iter().flat_map(|source| source.prepared.files());
+        for file in self.checkpoint.files.iter().chain(prepared) {
             file.unchanged()?;
         }
-        Ok(())
+        Ok(self.writer.take())
     }
 }
+
+/// Between two signs that hashing goes on after everything is packed.
+const HASHING_BEAT: std::time::Duration = std::time::Duration::from_millis(5);
 
 /// An embedding as it was read: the packed head, rows for the lookup, or both.
 #[derive(Debug)]
@@ -253,6 +409,11 @@ pub enum Rows {
     /// Little-endian, as in the files.
     Bf16(Vec<u8>),
     F32(Vec<f32>),
+    /// As `Bf16`, where they lie in a prepared folder.
+    Mapped {
+        file: Arc<MappedFile>,
+        range: Range<usize>,
+    },
 }
 
 impl Rows {
@@ -270,13 +431,23 @@ impl Rows {
         match self {
             Self::Bf16(bytes) => bytes.len(),
             Self::F32(rows) => rows.len() * 4,
+            Self::Mapped { range, .. } => range.len(),
+        }
+    }
+
+    /// The values as bytes where they are bf16; nothing where they are not.
+    pub(super) fn bf16_bytes(&self) -> &[u8] {
+        match self {
+            Self::Bf16(bytes) => bytes,
+            Self::Mapped { file, range } => &file.bytes()[range.clone()],
+            Self::F32(_) => &[],
         }
     }
 
     /// The rows of `ids`, each `hidden` wide, widened into `out`.
     pub fn gather(&self, pool: &Pool, hidden: usize, ids: &[u32], out: &mut [f32]) {
         match self {
-            Self::Bf16(bytes) => embed_bf16(pool, bytes, hidden, ids, out),
+            Self::Bf16(_) | Self::Mapped { .. } => embed_bf16(pool, self.bf16_bytes(), hidden, ids, out),
             Self::F32(rows) => {
                 for (out, &id) in out.chunks_exact_mut(hidden).zip(ids) {
                     out.copy_from_slice(&rows[id as usize * hidden..][..hidden]);

@@ -8,9 +8,9 @@ use super::options::{BLOCK_SIZE, LoadError, LoadOptions, plan_kv, weights_bytes_
 use super::{ModelRunner, Row, RunnerError, RunnerLimits};
 use crate::model::attention::Paged;
 use crate::model::ernie::Step;
-use crate::model::weights::Loader;
+use crate::model::weights::{Loader, WeightsError};
 use crate::model::workspace::Workspace;
-use crate::model::{Checkpoint, Ernie, ModelConfig, Observer, Op};
+use crate::model::{Checkpoint, Ernie, ModelConfig, Observer, Op, Prepared};
 use ernie_kernels::sample::argmax;
 use ernie_kernels::{Isa, KvCache, Pool, RopeTable, Span};
 use std::ops::Range;
@@ -81,8 +81,12 @@ impl CpuRunner {
         check_options(options)?;
         progress(LoadProgress { phase: LoadPhase::Open, bytes_done: 0, bytes_total: 0 });
         let (config, config_text) = ModelConfig::read(&options.model_dir)?;
-        let plan = options.weight_plan(&config)?;
-        let checkpoint = Checkpoint::open(&options.model_dir, &config)?;
+        let prepared = Prepared::open(&options.model_dir).map_err(WeightsError::from)?;
+        let plan = match &prepared {
+            // Prepared weights have the form they have; a wish for another one is told, not overheard.
+            Some(prepared) => options.agree_with(prepared.plan(), &config)?,
+            None => options.weight_plan(&config)?,
+        };
 
         let pool = Pool::new(options.threads, options.pin);
         let max_tokens = options.max_num_batched_tokens as usize;
@@ -95,8 +99,11 @@ impl CpuRunner {
         let mut on_bytes = |bytes_done, bytes_total| {
             progress(LoadProgress { phase: LoadPhase::Weights, bytes_done, bytes_total });
         };
-        let mut loader =
-            Loader::new(checkpoint, config_text.as_bytes(), options.verify.as_ref(), &pool, &mut on_bytes)?;
+        let (dir, text, verify) = (&options.model_dir, config_text.as_bytes(), options.verify.as_ref());
+        let mut loader = match prepared {
+            Some(prepared) => Loader::prepared(dir, prepared, (&config, text), verify, &pool, &mut on_bytes)?,
+            None => Loader::new(Checkpoint::open(dir, &config)?, text, verify, &pool, &mut on_bytes)?,
+        };
         let model = Ernie::load(config.clone(), &plan, &mut loader)?;
         loader.finish()?;
 

@@ -4,6 +4,7 @@ pub mod batch;
 pub mod cpu;
 pub mod mirror;
 pub mod options;
+pub mod prepare;
 
 pub use batch::{BatchSequence, SampleRow, StepBatch, Want};
 

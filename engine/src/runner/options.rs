@@ -105,6 +105,22 @@ impl LoadOptions {
     }
 }
 
+impl LoadOptions {
+    /// The plan of prepared weights, unless something else was asked for.
+    pub(crate) fn agree_with(&self, prepared: &WeightPlan, config: &ModelConfig) -> Result<WeightPlan, LoadError> {
+        let asked = self.plan.is_some() || self.dtype != Dtype::Auto || self.quantization != Quantization::None;
+        if asked && self.weight_plan(config)? != *prepared {
+            return Err(LoadError::Option {
+                option: "model",
+                value: self.model_dir.display().to_string(),
+                cause: "it was prepared in another weight form than dtype and quantization ask for",
+                remedy: "prepare it again with the same settings, or leave dtype and quantization at their defaults",
+            });
+        }
+        Ok(*prepared)
+    }
+}
+
 const INT8: WeightKind = WeightKind::Int8;
 const INT4: WeightKind = WeightKind::Int4 { group: 128, zero_point: false };
 
