@@ -6,7 +6,9 @@
 use crate::config::layers::{Layer, Layers, Origin, Raw, apply_compat, from_env};
 use crate::config::settings::{COMPAT, Kind, SETTINGS};
 use crate::config::{self, Config, ConfigError, ConfigErrors, Environment, Sources};
+use crate::offline::{ModelTask, ModelVerb, PrepareForm};
 use clap::{Arg, ArgAction, ArgMatches, Command};
+use ernie_proto::worker::{Dtype, Quantization};
 use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -22,6 +24,8 @@ pub enum Role {
     Serve(Box<Config>, Box<Sources>),
     /// The engine process.
     Worker,
+    /// Work on a model folder, without a daemon.
+    Model(ModelTask),
     /// Only measurements whose name holds this.
     BenchKernels(String),
     /// Everything was said already.
@@ -43,6 +47,7 @@ pub fn role() -> Role {
         Some(("serve", m)) => serve(m),
         Some(("check-config", m)) => Role::Done(check_config(m)),
         Some(("worker", _)) => Role::Worker,
+        Some(("model", m)) => model(m),
         Some(("bench-kernels", m)) => Role::BenchKernels(m.get_one::<String>("FILTER").cloned().unwrap_or_default()),
         _ => Role::Done(ExitCode::from(EXIT_CONFIG)), // clap demands a subcommand
     }
@@ -79,11 +84,76 @@ pub fn command() -> Command {
                 .arg(Arg::new("example").long("example").action(ArgAction::SetTrue).help("print an example file with every setting")),
         ))
         .subcommand(Command::new("worker").about("The engine process; started by `serve`, never by hand").hide(true))
+        .subcommand(model_command())
         .subcommand(
             Command::new("bench-kernels")
                 .about("Measure the compute kernels on this machine")
                 .arg(Arg::new("FILTER").help("only measurements whose name holds this")),
         )
+}
+
+/// The verbs that work on folders; `ernie-ctl model` hands them on.
+fn model_command() -> Command {
+    let verb = |name: &'static str, about: &'static str| {
+        Command::new(name)
+            .about(about)
+            .arg(Arg::new("DIR").required(true).value_parser(clap::value_parser!(PathBuf)).help("folder of the model"))
+            .arg(Arg::new("json").long("json").action(ArgAction::SetTrue).help("print JSON, for programs"))
+    };
+    Command::new("model")
+        .about("Look at, seal and verify model folders, without a daemon")
+        .subcommand_required(true)
+        .arg_required_else_help(true)
+        .subcommand(
+            verb("inspect", "What a folder holds and everything that is wrong with it; loads nothing, runs no code")
+                .arg(
+                    Arg::new("blocks")
+                        .long("blocks")
+                        .value_name("N")
+                        .default_value("0")
+                        .value_parser(clap::value_parser!(u64))
+                        .help("KV blocks to give the memory of; 0: those of one sequence of full length"),
+                ),
+        )
+        .subcommand(verb("seal", "Write SHA256SUMS, which says what every file has to be"))
+        .subcommand(verb("verify", "Compare every file with SHA256SUMS"))
+        .subcommand(
+            verb("prepare", "Write a second folder with the weights in kernel layout; loading it packs nothing")
+                .arg(Arg::new("OUT").required(true).value_parser(clap::value_parser!(PathBuf)).help("folder to make"))
+                .arg(word("quantization", &["none", "int8", "int4"], "weight form to prepare"))
+                .arg(word("dtype", &["auto", "bfloat16", "float32"], "number type to prepare")),
+        )
+}
+
+/// A flag with a few words to choose from; the first is the default.
+fn word(name: &'static str, words: &'static [&'static str], help: &'static str) -> Arg {
+    Arg::new(name).long(name).value_parser(words.to_vec()).default_value(words[0]).help(help)
+}
+
+fn model(matches: &ArgMatches) -> Role {
+    let Some((name, m)) = matches.subcommand() else { return Role::Done(ExitCode::from(EXIT_CONFIG)) };
+    let verb = match name {
+        "inspect" => ModelVerb::Inspect { blocks: m.get_one("blocks").copied().unwrap_or_default() },
+        "seal" => ModelVerb::Seal,
+        "prepare" => ModelVerb::Prepare {
+            out: m.get_one::<PathBuf>("OUT").cloned().unwrap_or_default(),
+            form: PrepareForm {
+                quantization: match m.get_one::<String>("quantization").map(String::as_str) {
+                    Some("int8") => Quantization::Int8,
+                    Some("int4") => Quantization::Int4,
+                    _ => Quantization::None,
+                },
+                dtype: match m.get_one::<String>("dtype").map(String::as_str) {
+                    Some("bfloat16") => Dtype::Bfloat16,
+                    Some("float32") => Dtype::Float32,
+                    _ => Dtype::Auto,
+                },
+            },
+        },
+        _ => ModelVerb::Verify,
+    };
+    let dir = m.get_one::<PathBuf>("DIR").cloned().unwrap_or_default();
+    Role::Model(ModelTask { verb, dir, json: m.get_flag("json") })
 }
 
 fn with_settings(command: Command) -> Command {

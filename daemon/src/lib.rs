@@ -2,7 +2,8 @@
 //!
 //! Arrows point down (docs/architecture.md): `app` knows everyone; `http` and `admin` turn bytes into domain and back;
 //! `generate` knows a request's whole way; `supervisor` owns the workers; `config`, `system`, `telemetry` are leaves.
-//! `worker` stands aside: it is the only room that names the engine, and only `main` imports it.
+//! `worker` stands aside: it is the only room that names the engine; only `main` and `offline` (work on model folders without
+//! a daemon) import it.
 
 pub mod app;
 pub mod cli;
@@ -24,4 +25,5 @@ pub mod config;
 pub mod system;
 pub mod telemetry;
 
+pub mod offline;
 pub mod worker;

@@ -13,6 +13,7 @@ fn main() -> ExitCode {
                 ExitCode::FAILURE
             }
         },
+        Role::Model(task) => ernied::offline::run(&task),
         Role::BenchKernels(filter) => {
             println!("{}", ernie_kernels::bench::run(&filter));
             ExitCode::SUCCESS

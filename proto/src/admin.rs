@@ -56,6 +56,9 @@ pub struct Status {
     pub rates: Rates,
     pub counters: Counters,
     pub rollout: Rollout,
+    /// All that are loaded or being loaded.
+    #[serde(default)]
+    pub deployments: Vec<DeploymentView>,
     pub memory: Memory,
     /// Role of the one who asks: `admin`, `operator`, `viewer`.
     pub your_role: String,
@@ -72,6 +75,9 @@ pub struct Model {
     /// SHA-256 of the manifest.
     pub revision: String,
     pub dir: PathBuf,
+    /// What the configuration names, when another model was swapped in since.
+    #[serde(default)]
+    pub configured_dir: Option<PathBuf>,
     pub architecture: String,
     pub moe: bool,
     pub layers: u32,
@@ -171,6 +177,58 @@ pub struct Rollout {
     pub candidate: Option<String>,
     pub seconds_left: Option<f64>,
     pub last: Option<String>,
+    /// `side-by-side` or `stop-first`, once it is known.
+    #[serde(default)]
+    pub strategy: Option<String>,
+    /// Share of the keys that go to the candidate.
+    #[serde(default)]
+    pub canary_percent: Option<f64>,
+    /// Folder that `rollback` goes back to while nothing is under way.
+    #[serde(default)]
+    pub previous: Option<PathBuf>,
+    /// How the last one ended, for programs.
+    #[serde(default)]
+    pub outcome: Option<RolloutOutcome>,
+}
+
+/// The end of a rollout.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct RolloutOutcome {
+    pub deployment: String,
+    pub model_dir: PathBuf,
+    /// Empty when it was not verified.
+    pub revision: String,
+    /// `completed`, `rolled_back`, `not_restored`.
+    pub result: String,
+    /// Where it failed, and why.
+    pub phase: Option<String>,
+    pub reason: Option<String>,
+    pub seconds: f64,
+    /// From the last request that could go to the old model to the first that could go to the new one.
+    pub cut_over_seconds: Option<f64>,
+    /// Requests that were under way on the old model at that moment; they end there.
+    pub in_flight: Option<u32>,
+    /// Requests that ended on each side while the new model was observed.
+    pub requests_old: u64,
+    pub requests_new: u64,
+    pub requests_failed: u64,
+}
+
+/// One loaded model.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct DeploymentView {
+    pub id: String,
+    /// `candidate`, `canary`, `active`, `standby`, `parked`, `retiring`.
+    pub role: String,
+    pub name: String,
+    pub revision: String,
+    pub dir: PathBuf,
+    pub workers_ready: u32,
+    pub workers_wanted: u32,
+    /// Under way.
+    pub requests: u32,
+    pub requests_finished: u64,
+    pub requests_failed: u64,
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -227,6 +285,17 @@ pub struct Done {
     pub audit: Option<i64>,
 }
 
+/// A rollout that has begun, or whose way back has.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Begun {
+    pub message: String,
+    #[serde(default)]
+    pub audit: Option<i64>,
+    /// Its deployment; `rollout.outcome.deployment` of the status names it at the end.
+    #[serde(default)]
+    pub deployment: Option<String>,
+}
+
 /// `GET /v1/config`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ConfigReply {
@@ -252,6 +321,9 @@ pub struct Reload {
     pub changes: Vec<ConfigChange>,
     /// Why nothing was applied, one sentence each.
     pub refused: Vec<String>,
+    /// What became of the model that the configuration names, when it is another one now: a sentence.
+    #[serde(default)]
+    pub model: Option<String>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -405,9 +477,39 @@ pub struct AuditVerdict {
     pub unfinished: Vec<i64>,
 }
 
+/// `GET /v1/models`.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Models {
+    pub models: Vec<KnownModel>,
+}
+
+/// A model folder that has a name, or a part in what is being served.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KnownModel {
+    /// `None`: nobody gave it one.
+    pub name: Option<String>,
+    pub dir: PathBuf,
+    /// As its manifest says now; `None`: it can not be read.
+    pub revision: Option<String>,
+    pub sealed: bool,
+    pub bytes: u64,
+    /// `serving`, `candidate`, `previous`, `configured`.
+    pub roles: Vec<String>,
+}
+
+/// `POST /v1/models/add`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct AddModel {
+    pub dir: PathBuf,
+    /// Default: the folder's name.
+    #[serde(default)]
+    pub name: Option<String>,
+}
+
 /// `POST /v1/swap`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Swap {
+    /// A folder, or a name that `POST /v1/models/add` gave to one.
     pub model_dir: PathBuf,
     /// Default: the names of the model that serves now.
     #[serde(default)]

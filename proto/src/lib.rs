@@ -6,5 +6,6 @@
 pub mod admin;
 pub mod frame;
 pub mod ids;
+pub mod model;
 pub mod openai;
 pub mod worker;

@@ -1,6 +1,7 @@
 //! `config show | diff | set`, `reload`: parse, check everything, compare, apply atomically or refuse whole.
 
 use super::error::{AdminError, body};
+use super::follow::Followed;
 use super::{Caller, Control, InForce, Verb};
 use crate::audit::Actor;
 use crate::config::layers::{Origin, Raw};
@@ -86,9 +87,10 @@ pub(super) async fn set(
 
 impl Control {
     /// The same as `ernie-ctl reload`, asked for by SIGHUP; answers with a sentence for systemd.
-    pub async fn reload_on_signal(&self) -> String {
+    pub async fn reload_on_signal(self: &Arc<Self>) -> String {
         let caller = Caller { actor: Actor::Signal("SIGHUP"), role: super::Role::Admin };
         match self.reload(&caller).await {
+            Ok(admin::Reload { applied: true, model: Some(model), .. }) => model,
             Ok(r) if r.applied && r.changes.is_empty() => "the configuration has not changed".to_owned(),
             Ok(r) if r.applied => format!("the new configuration is in force: {} changes", r.changes.len()),
             Ok(r) => {
@@ -101,7 +103,23 @@ impl Control {
         }
     }
 
-    async fn reload(&self, caller: &Caller) -> Result<admin::Reload, AdminError> {
+    /// The file, then the model that it names.
+    async fn reload(self: &Arc<Self>, caller: &Caller) -> Result<admin::Reload, AdminError> {
+        let mut reply = self.reload_file(caller).await?;
+        if reply.applied {
+            reply.model = match self.follow_model(caller).await {
+                Ok(Followed::Unchanged) => None,
+                Ok(Followed::Began(id)) => Some(format!(
+                    "rollout of {id}, the model that the configuration names, has begun; `ernie-ctl status` follows it"
+                )),
+                Ok(Followed::Not(why)) => Some(format!("the model was not rolled out: {why}")),
+                Err(error) => Some(format!("the model was not rolled out: {}", error.message())),
+            };
+        }
+        Ok(reply)
+    }
+
+    pub(super) async fn reload_file(&self, caller: &Caller) -> Result<admin::Reload, AdminError> {
         let file = self.config().paths.config_file.as_ref().map_or_else(String::new, |p| p.display().to_string());
         let act = self.act(caller, Verb::Reload, &file, serde_json::json!({})).await?;
         let now = self.in_force.borrow().clone();
@@ -172,21 +190,24 @@ fn plan(differences: &[Difference], applying: bool) -> admin::Reload {
             after: d.after.clone(),
             effect: match d.change {
                 Change::Live if refused.is_empty() && applying => "applied".to_owned(),
+                Change::Model if refused.is_empty() && applying => "being rolled out".to_owned(),
                 Change::Live => "can be applied".to_owned(),
                 other => effect_word(other).to_owned(),
             },
         })
         .collect();
-    admin::Reload { applied: refused.is_empty(), changes, refused }
+    admin::Reload { applied: refused.is_empty(), changes, refused, model: None }
 }
 
 fn refused(errors: &ConfigErrors) -> admin::Reload {
-    admin::Reload { applied: false, changes: Vec::new(), refused: errors.0.iter().map(ToString::to_string).collect() }
+    let refused = errors.0.iter().map(ToString::to_string).collect();
+    admin::Reload { applied: false, refused, ..admin::Reload::default() }
 }
 
 fn change_word(change: Change) -> &'static str {
     match change {
         Change::Live => "reload",
+        Change::Model => "rollout",
         Change::Workers => "workers",
         Change::Daemon => "restart",
     }
@@ -195,6 +216,7 @@ fn change_word(change: Change) -> &'static str {
 fn effect_word(change: Change) -> &'static str {
     match change {
         Change::Live => "is applied at once",
+        Change::Model => "is rolled out like a swap",
         Change::Workers => "needs the model to load again: restart the daemon",
         Change::Daemon => "needs a restart of the daemon",
     }

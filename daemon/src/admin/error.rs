@@ -26,6 +26,10 @@ impl AdminError {
         Self { status: StatusCode::FORBIDDEN, code: "forbidden", message }
     }
 
+    pub(super) fn message(&self) -> &str {
+        &self.message
+    }
+
     pub(super) fn invalid(message: impl Into<String>) -> Self {
         Self { status: StatusCode::BAD_REQUEST, code: "invalid", message: message.into() }
     }

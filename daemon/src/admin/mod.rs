@@ -6,18 +6,22 @@
 mod audit;
 mod config;
 mod error;
+mod follow;
 mod keys;
 mod logs;
 mod models;
 mod peer;
 mod status;
+mod watcher;
 mod workers;
 
 pub use status::phase_word;
+pub use watcher::watch as watch_disk;
 
 use crate::audit::{Act, Actor, AuditHandle, Intent};
 use crate::config::{Config, Sources};
 use crate::keys::KeyStore;
+use crate::model_store::{Configured, Registry};
 use crate::supervisor::FleetHandle;
 use crate::telemetry::logging::LogControl;
 use crate::telemetry::metrics::Metrics;
@@ -60,6 +64,9 @@ pub(crate) enum Verb {
     ResetPrefixCache,
     Swap,
     Rollback,
+    ModelList,
+    ModelAdd,
+    ModelRemove,
 }
 
 impl Verb {
@@ -69,9 +76,9 @@ impl Verb {
             Self::Status | Self::Workers | Self::ConfigShow | Self::ConfigDiff | Self::LogShow | Self::Metrics => {
                 Role::Viewer
             }
-            Self::Usage | Self::AuditList | Self::AuditVerify | Self::KeyList => Role::Viewer,
+            Self::Usage | Self::AuditList | Self::AuditVerify | Self::KeyList | Self::ModelList => Role::Viewer,
             Self::RestartWorker | Self::Drain | Self::Reload | Self::LogLevel | Self::LogRotate => Role::Operator,
-            Self::ResetPrefixCache | Self::Swap | Self::Rollback => Role::Operator,
+            Self::ResetPrefixCache | Self::Swap | Self::Rollback | Self::ModelAdd | Self::ModelRemove => Role::Operator,
             Self::ConfigSet | Self::KeyCreate | Self::KeyRevoke | Self::KeyRotate => Role::Admin,
         }
     }
@@ -101,6 +108,9 @@ impl Verb {
             Self::ResetPrefixCache => "prefix_cache.reset",
             Self::Swap => "model.swap",
             Self::Rollback => "model.rollback",
+            Self::ModelList => "model.list",
+            Self::ModelAdd => "model.add",
+            Self::ModelRemove => "model.remove",
         }
     }
 }
@@ -117,6 +127,8 @@ pub struct Parts {
     pub log: LogControl,
     pub listening: Vec<String>,
     pub started: Instant,
+    /// The model that the configuration names, as it was found at the start.
+    pub configured: Configured,
 }
 
 /// The configuration in force and where it came from; replaced as a whole.
@@ -140,10 +152,14 @@ pub struct Control {
     listening: Vec<String>,
     started: Instant,
     leave: watch::Sender<bool>,
+    /// The model that the configuration named when it last had its way: at the start, or by a rollout that completed.
+    configured: watch::Sender<Configured>,
+    registry: Registry,
 }
 
 impl Control {
     pub fn new(parts: Parts) -> Arc<Self> {
+        let registry = Registry::new(&parts.config.paths.state_dir);
         let in_force = InForce { config: Arc::new(parts.config), sources: Arc::new(parts.sources) };
         Arc::new(Self {
             in_force: watch::Sender::new(in_force),
@@ -156,6 +172,8 @@ impl Control {
             listening: parts.listening,
             started: parts.started,
             leave: watch::Sender::new(false),
+            configured: watch::Sender::new(parts.configured),
+            registry,
         })
     }
 
@@ -273,6 +291,9 @@ pub(crate) fn router(control: &Arc<Control>) -> Router {
         .route("/v1/usage", get(keys::usage).layer(gate(Verb::Usage)))
         .route("/v1/audit", get(audit::list).layer(gate(Verb::AuditList)))
         .route("/v1/audit/verify", get(audit::verify).layer(gate(Verb::AuditVerify)))
+        .route("/v1/models", get(models::list).layer(gate(Verb::ModelList)))
+        .route("/v1/models/add", post(models::add).layer(gate(Verb::ModelAdd)))
+        .route("/v1/models/{name}", delete(models::remove).layer(gate(Verb::ModelRemove)))
         .route("/v1/swap", post(models::swap).layer(gate(Verb::Swap)))
         .route("/v1/rollback", post(models::rollback).layer(gate(Verb::Rollback)))
         .fallback(error::not_found)

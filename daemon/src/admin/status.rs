@@ -2,7 +2,8 @@
 
 use super::error::AdminError;
 use super::{Caller, Control};
-use crate::supervisor::{FleetStatus, RolloutResult, WorkerStatus};
+use crate::config::ModelSource;
+use crate::supervisor::{DeploymentStatus, FleetStatus, RolloutOutcome, RolloutResult, WorkerStatus};
 use crate::system::memory;
 use crate::telemetry::metrics::{EngineFigures, FleetFigures};
 use axum::extract::State;
@@ -11,6 +12,7 @@ use axum::response::{IntoResponse, Response};
 use axum::{Extension, Json};
 use ernie_proto::admin;
 use ernie_proto::worker::{LoadPhase, Loaded};
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -59,7 +61,7 @@ impl Control {
             reason: fleet.reason.clone(),
             uptime_seconds: self.started.elapsed().as_secs_f64(),
             listening: self.listening.clone(),
-            model: model(&fleet),
+            model: model(&fleet, &self.configured.borrow().dir),
             requests: admin::Requests {
                 running: s.running,
                 waiting: s.waiting,
@@ -90,20 +92,8 @@ impl Control {
                 preemptions: s.preemptions,
                 log_lines_dropped: self.log.dropped(),
             },
-            rollout: admin::Rollout {
-                phase: fleet.rollout.phase.to_string(),
-                candidate: fleet.rollout.candidate.map(|d| d.to_string()),
-                seconds_left: fleet.rollout.phase_left.map(|d| d.as_secs_f64()),
-                last: fleet.rollout.last.as_ref().map(|last| match &last.result {
-                    RolloutResult::Completed => format!("{} took over", last.revision),
-                    RolloutResult::RolledBack { phase, reason } => {
-                        format!("{} did not take over ({phase}): {reason}", last.revision)
-                    }
-                    RolloutResult::NotRestored { reason } => {
-                        format!("{} failed, and the old model is not back yet: {reason}", last.revision)
-                    }
-                }),
-            },
+            rollout: rollout(&fleet),
+            deployments: fleet.deployments.iter().map(deployment).collect(),
             memory: admin::Memory {
                 weights_bytes: per_worker(loaded.map(|l| l.weights_bytes)),
                 kv_bytes: per_worker(loaded.map(|l| l.kv_bytes)),
@@ -129,6 +119,15 @@ impl Control {
         for w in fleet.workers.iter().filter(|w| w.state.as_str() == "crash_loop") {
             alarms.push(format!("worker slot {} of {} is in a crash loop", w.slot, w.deployment));
         }
+        if let ModelSource::Dir(dir) = &self.config().model.source {
+            let named = dir.canonicalize().unwrap_or_else(|_| dir.clone());
+            if named != self.configured.borrow().dir {
+                let named = named.display();
+                alarms.push(format!(
+                    "the configuration names {named}, which was not rolled out; a restart would load it"
+                ));
+            }
+        }
         if self.keys.is_open() && !self.config().server.host.is_loopback() {
             alarms.push("the API can be reached from other machines and takes no key".to_owned());
         }
@@ -148,6 +147,8 @@ pub(crate) fn figures(fleet: &FleetStatus, started: Instant) -> FleetFigures {
         isa: loaded.map(|l| l.isa.clone()).unwrap_or_default(),
         uptime_seconds: started.elapsed().as_secs_f64(),
         requests_in_flight: u64::from(fleet.requests_dispatched + fleet.requests_held),
+        deployments: fleet.revisions(),
+        canary_share: fleet.canary_share(),
         engines: fleet
             .workers
             .iter()
@@ -174,7 +175,7 @@ fn engine(w: &WorkerStatus, loaded: Option<&Loaded>) -> EngineFigures {
     }
 }
 
-fn model(fleet: &FleetStatus) -> Option<admin::Model> {
+fn model(fleet: &FleetStatus, configured: &Path) -> Option<admin::Model> {
     let d = fleet.active_deployment()?;
     let l = d.loaded.as_ref()?;
     Some(admin::Model {
@@ -183,6 +184,7 @@ fn model(fleet: &FleetStatus) -> Option<admin::Model> {
         deployment: d.id.to_string(),
         revision: d.revision.clone(),
         dir: d.model_dir.clone(),
+        configured_dir: (d.model_dir != configured).then(|| configured.to_owned()),
         architecture: l.architecture.clone(),
         moe: l.moe,
         layers: l.layers,
@@ -196,6 +198,67 @@ fn model(fleet: &FleetStatus) -> Option<admin::Model> {
         threads: l.threads,
         load_seconds: l.load_seconds.iter().map(|(_, s)| s).sum(),
     })
+}
+
+fn rollout(fleet: &FleetStatus) -> admin::Rollout {
+    let r = &fleet.rollout;
+    admin::Rollout {
+        phase: r.phase.to_string(),
+        candidate: r.candidate.map(|d| d.to_string()),
+        seconds_left: r.phase_left.map(|d| d.as_secs_f64()),
+        last: r.last.as_ref().map(sentence),
+        strategy: r.strategy.map(|s| s.as_str().to_owned()),
+        canary_percent: r.canary.map(|share| f64::from(share) / 100.0),
+        previous: r.previous.clone(),
+        outcome: r.last.as_ref().map(outcome),
+    }
+}
+
+fn sentence(last: &RolloutOutcome) -> String {
+    // A revision that was not verified has none.
+    let what = if last.revision.is_empty() { last.model_dir.display().to_string() } else { last.revision.clone() };
+    match &last.result {
+        RolloutResult::Completed => format!("{what} took over"),
+        RolloutResult::RolledBack { phase, reason } => format!("{what} did not take over ({phase}): {reason}"),
+        RolloutResult::NotRestored { reason } => format!("{what} failed, and the old model is not back yet: {reason}"),
+    }
+}
+
+fn outcome(last: &RolloutOutcome) -> admin::RolloutOutcome {
+    let (result, phase, reason) = match &last.result {
+        RolloutResult::Completed => ("completed", None, None),
+        RolloutResult::RolledBack { phase, reason } => ("rolled_back", Some(phase.to_string()), Some(reason.clone())),
+        RolloutResult::NotRestored { reason } => ("not_restored", None, Some(reason.clone())),
+    };
+    admin::RolloutOutcome {
+        deployment: last.candidate.to_string(),
+        model_dir: last.model_dir.clone(),
+        revision: last.revision.clone(),
+        result: result.to_owned(),
+        phase,
+        reason,
+        seconds: last.elapsed.as_secs_f64(),
+        cut_over_seconds: last.cut_over.map(|c| c.pause.as_secs_f64()),
+        in_flight: last.cut_over.map(|c| c.in_flight),
+        requests_old: last.requests.old,
+        requests_new: last.requests.new,
+        requests_failed: last.requests.failed,
+    }
+}
+
+fn deployment(d: &DeploymentStatus) -> admin::DeploymentView {
+    admin::DeploymentView {
+        id: d.id.to_string(),
+        role: d.role.as_str().to_owned(),
+        name: d.served_names.first().cloned().unwrap_or_default(),
+        revision: d.revision.clone(),
+        dir: d.model_dir.clone(),
+        workers_ready: d.workers_ready,
+        workers_wanted: d.workers_wanted,
+        requests: d.requests,
+        requests_finished: d.requests_finished,
+        requests_failed: d.requests_failed,
+    }
 }
 
 pub(super) fn worker(w: &WorkerStatus) -> admin::Worker {

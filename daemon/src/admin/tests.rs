@@ -81,6 +81,7 @@ impl House {
             log: logging.control().clone(),
             listening: vec!["http://127.0.0.1:1".to_owned()],
             started: Instant::now(),
+            configured: Configured { dir: "model".into(), revision: None, served_names: vec!["ernie".to_owned()] },
         });
         serve(socket, &control).expect("served");
         Self { control, dir, _logging: logging, _subscriber: tracing::Dispatch::new(subscriber) }

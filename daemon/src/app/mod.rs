@@ -1,23 +1,25 @@
 //! Builds everything, knows everyone, contains no logic.
 //!
 //! `listen` accepts connections, `life` waits for signals and for the fleet and walks the daemon to its end, `observe`
-//! turns what happens in the fleet into metrics and audit rows, `demo` unpacks the model that is part of the executable.
+//! turns what happens in the fleet into metrics and audit rows, `first` finds the model to start with, `demo` unpacks the one
+//! that is part of the executable.
 
 mod demo;
+mod first;
 mod life;
 mod listen;
 mod observe;
 
 use crate::cli::{EXIT_ADDRESS, EXIT_CONFIG, complain};
 use crate::config::{Config, ModelSource, Sources};
-use crate::model_store::{self, Manifest, VerifiedModel, VerifyError};
+use crate::model_store::{Manifest, VerifyError};
 use crate::supervisor::{
-    self, DeploymentSpec, LivenessSettings, PoisonSettings, ReexecWorker, RestartSettings, SupervisorSettings,
+    self, DeploymentSpec, LivenessSettings, PoisonSettings, ReexecWorker, RestartSettings, RolloutTimeouts, SoakRules,
+    StoredModels, SupervisorSettings,
 };
 use crate::system::{memory, notify, sockets};
 use crate::telemetry::logging::{Logging, Milestones};
 use crate::telemetry::metrics::{CacheSettings, Metrics, MetricsSetup};
-use crate::text::TextModel;
 use ernie_proto::worker::{Load, SwapPolicy};
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -136,25 +138,42 @@ async fn start(
     };
 
     let model_dir = match &config.model.source {
-        ModelSource::Dir(dir) => dir.canonicalize().unwrap_or_else(|_| dir.clone()),
+        ModelSource::Dir(dir) => dir.clone(),
         ModelSource::Demo => demo::unpack(&config.paths.state_dir)?,
     };
-    milestones.loading(&model_dir.display().to_string());
-    let text_dir = config.model.tokenizer.clone().unwrap_or_else(|| model_dir.clone());
-    let verified = verify(model_dir.clone()).await?;
-    let text = load_text(text_dir.clone()).await?;
-    let spec = deployment(&config, &model_dir, &verified, text);
+    let model_dir = model_dir.canonicalize().unwrap_or(model_dir);
+    let first = first_model(&config, &model_dir).await?;
+    let serves = first.verified.dir().to_owned();
+    milestones.loading(&serves.display().to_string());
+    for (dir, reason) in &first.passed_over {
+        tracing::error!(dir = %dir.display(), reason, "the model that served last can not be served any more");
+    }
+    if serves != model_dir {
+        tracing::warn!(
+            configured = %model_dir.display(), serves = %serves.display(),
+            "serving the model that was swapped in; to make it permanent, name it in model.path"
+        );
+    }
+    let spec = deployment(&config, &first);
     milestones.engine_config(
-        &model_dir.display().to_string(),
-        &text_dir.display().to_string(),
+        &serves.display().to_string(),
+        &first.text_dir.display().to_string(),
         dtype_word(config.model.dtype),
     );
 
-    let metrics = Arc::new(Metrics::new(metrics_setup(&config, &model_dir)));
+    let metrics = Arc::new(Metrics::new(metrics_setup(&config, &serves)));
     let audit = crate::audit::start(&config.paths.state_dir, &config.audit, Arc::clone(&metrics)).await?;
     let keys = crate::keys::KeyStore::start(&config.server.api_keys, &audit).await?;
     let observers = observe::observers(&metrics, &audit);
-    let fleet = supervisor::start(supervisor_settings(&config), Arc::new(ReexecWorker), observers, spec);
+    for (dir, reason) in &first.passed_over {
+        audit.event("model.passed_over", &dir.display().to_string(), serde_json::json!({ "reason": reason }));
+    }
+    let source = supervisor::ModelSource {
+        models: Arc::new(StoredModels),
+        links: Some((first.links, first.configured.clone())),
+        previous: first.previous,
+    };
+    let fleet = supervisor::start_with(supervisor_settings(&config), Arc::new(ReexecWorker), observers, spec, source);
 
     let http = crate::http::build(&config, &fleet, &metrics, &keys);
     let front = listen::Front::start(api, uds, &http)
@@ -169,12 +188,21 @@ async fn start(
         log: logging.control().clone(),
         listening: vec![url(address)],
         started,
+        configured: first.configured,
     });
     control.follow({
         let http = Arc::clone(&http);
         move |config| http.apply(config)
     });
+    control.follow({
+        let fleet = fleet.clone();
+        move |config| {
+            let (fleet, settings) = (fleet.clone(), supervisor_settings(config));
+            tokio::spawn(async move { fleet.configure(settings).await });
+        }
+    });
     tokio::spawn(crate::http::batches::run(Arc::clone(&http)));
+    crate::admin::watch_disk(&control);
     crate::admin::serve(admin_socket, &control)
         .map_err(|source| StartError::System { what: "the admin socket can not be served", source })?;
     Ok(life::Daemon {
@@ -190,24 +218,12 @@ async fn start(
     })
 }
 
-async fn load_text(dir: PathBuf) -> Result<Arc<TextModel>, StartError> {
-    let path = dir.clone();
-    let loaded = tokio::task::spawn_blocking(move || TextModel::load(&path)).await;
-    match loaded {
-        Ok(Ok(text)) => Ok(Arc::new(text)),
-        Ok(Err(source)) => Err(StartError::Text { dir, source }),
-        Err(e) => {
-            Err(StartError::System { what: "the tokenizer could not be loaded", source: std::io::Error::other(e) })
-        }
-    }
-}
-
-/// Compares the folder with its manifest, but for the weights: those are hashed while they are loaded. A folder without a
-/// manifest is served; a swap to one has to say so.
-async fn verify(dir: PathBuf) -> Result<VerifiedModel, StartError> {
-    let verified = tokio::task::spawn_blocking(move || model_store::verify_for_load(&dir, true)).await;
-    let lost = |e| StartError::System { what: "the model could not be verified", source: std::io::Error::other(e) };
-    Ok(verified.map_err(lost)??)
+/// Reads the model to start with. Its folder is compared with its manifest, but for the weights: those are hashed while they
+/// are loaded. A folder without a manifest is served; a swap to one has to say so.
+async fn first_model(config: &Config, model_dir: &Path) -> Result<first::First, StartError> {
+    let (config, model_dir) = (config.clone(), model_dir.to_owned());
+    let lost = |e| StartError::System { what: "the model could not be read", source: std::io::Error::other(e) };
+    tokio::task::spawn_blocking(move || first::choose(&config, &model_dir)).await.map_err(lost)?
 }
 
 /// Makes the folder and locks it; the lock lives as long as the file that is returned.
@@ -223,9 +239,10 @@ fn state_dir(path: &Path) -> Result<std::fs::File, StartError> {
     }
 }
 
-fn deployment(config: &Config, model_dir: &Path, verified: &VerifiedModel, text: Arc<TextModel>) -> DeploymentSpec {
+fn deployment(config: &Config, first: &first::First) -> DeploymentSpec {
+    let (verified, text) = (&first.verified, &first.text);
     let load = Load {
-        model_dir: model_dir.to_owned(),
+        model_dir: verified.dir().to_owned(),
         dtype: config.model.dtype,
         quantization: config.model.quantization,
         max_model_len: config.model.max_model_len,
@@ -244,10 +261,10 @@ fn deployment(config: &Config, model_dir: &Path, verified: &VerifiedModel, text:
         vocabulary: Arc::new(text.vocabulary()),
     };
     DeploymentSpec {
-        served_names: config.model.served_names.clone(),
+        served_names: first.served_names.clone(),
         revision: verified.revision().to_owned(),
-        model_dir: model_dir.to_owned(),
-        text,
+        model_dir: verified.dir().to_owned(),
+        text: Arc::clone(text),
         load,
         workers: config.workers.count,
     }
@@ -260,7 +277,7 @@ fn memory_bytes(config: &Config) -> u64 {
 }
 
 fn supervisor_settings(config: &Config) -> SupervisorSettings {
-    let w = &config.workers;
+    let (w, r) = (&config.workers, &config.rollout);
     let under_way = config.limits.max_queued_requests as usize + (config.engine.max_num_seqs * w.count) as usize;
     SupervisorSettings {
         requests_max: under_way,
@@ -277,6 +294,21 @@ fn supervisor_settings(config: &Config) -> SupervisorSettings {
             window: w.crash_loop_window,
         },
         poison: PoisonSettings::default(),
+        rollout: RolloutTimeouts {
+            verify: r.verify_timeout,
+            clear: r.clear_timeout,
+            load: r.load_timeout,
+            probe: r.probe_timeout,
+            restore: r.restore_timeout,
+        },
+        soak: SoakRules {
+            error_rate_more: r.rules.error_rate_more,
+            first_token_times: r.rules.first_token_times,
+            next_token_times: r.rules.next_token_times,
+            idle_experts_more: r.rules.idle_experts_more,
+            requests_min: u64::from(r.rules.requests_min),
+        },
+        probe_slowdown_max: r.rules.probe_slowdown_max,
         memory_limit: memory::limit_bytes().map(|b| (b as f64 * f64::from(config.engine.memory_fraction)) as u64),
         ..SupervisorSettings::default()
     }

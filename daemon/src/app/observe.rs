@@ -87,13 +87,16 @@ impl FleetObserver for ToAudit {
                 &deployment.to_string(),
                 json!({ "phase": phase.as_str(), "detail": detail }),
             ),
-            FleetEvent::RolloutCompleted { deployment, revision, elapsed, cut_over } => self.0.event(
+            FleetEvent::RolloutCompleted { deployment, revision, elapsed, cut_over, requests } => self.0.event(
                 "rollout.completed",
                 &deployment.to_string(),
                 json!({
                     "revision": revision,
                     "seconds": elapsed.as_secs_f64(),
                     "cut_over_seconds": cut_over.map(|c| c.pause.as_secs_f64()),
+                    "requests_old": requests.old,
+                    "requests_new": requests.new,
+                    "requests_failed": requests.failed,
                 }),
             ),
             FleetEvent::CommitFailed { deployment, reason } => {

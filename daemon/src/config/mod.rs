@@ -29,6 +29,7 @@ pub struct Config {
     pub model: ModelConfig,
     pub engine: EngineConfig,
     pub workers: WorkersConfig,
+    pub rollout: RolloutConfig,
     pub limits: LimitsConfig,
     pub logging: LoggingConfig,
     pub metrics: MetricsConfig,
@@ -129,6 +130,34 @@ pub struct WorkersConfig {
     /// That many deaths within `crash_loop_window` make a crash loop.
     pub crash_loop_deaths: u32,
     pub crash_loop_window: Duration,
+}
+
+/// How one model replaces another.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RolloutConfig {
+    /// How long the old model stays warm, unless the swap says otherwise.
+    pub observe: Duration,
+    /// Follow changes on disk without being asked.
+    pub watch: bool,
+    /// How long a request waits for a model that is coming.
+    pub hold: Duration,
+    pub rules: RolloutRules,
+    pub verify_timeout: Duration,
+    pub clear_timeout: Duration,
+    pub load_timeout: Duration,
+    pub probe_timeout: Duration,
+    pub restore_timeout: Duration,
+}
+
+/// Limits for a new model, each against the old one's figures.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RolloutRules {
+    pub error_rate_more: f64,
+    pub first_token_times: f64,
+    pub next_token_times: f64,
+    pub idle_experts_more: f64,
+    pub requests_min: u32,
+    pub probe_slowdown_max: f64,
 }
 
 /// Bounds of what is taken on.

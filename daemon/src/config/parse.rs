@@ -33,6 +33,22 @@ pub fn fraction(text: &str) -> Result<f32, Expected> {
     }
 }
 
+/// A difference between two shares.
+pub fn share(text: &str) -> Result<f64, Expected> {
+    match text.parse::<f64>() {
+        Ok(f) if (0.0..=1.0).contains(&f) => Ok(f),
+        _ => Err("expected a share from 0 to 1, such as 0.05 (1 switches the rule off)".to_owned()),
+    }
+}
+
+/// How many times as much.
+pub fn times(text: &str) -> Result<f64, Expected> {
+    match text.parse::<f64>() {
+        Ok(f) if f >= 1.0 && f.is_finite() => Ok(f),
+        _ => Err("expected a number from 1 up, such as 3 or 2.5".to_owned()),
+    }
+}
+
 const UNITS: &[(&str, u64)] = &[
     ("kib", 1 << 10),
     ("mib", 1 << 20),

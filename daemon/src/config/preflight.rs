@@ -47,7 +47,8 @@ pub fn model(dir: &Path, with_tokenizer: bool) -> Vec<ConfigError> {
         }
     }
     let names = names(dir);
-    if !names.iter().any(|n| n.ends_with(".safetensors")) {
+    let weights = |n: &String| n.ends_with(".safetensors") || n == "prepared.json";
+    if !names.iter().any(weights) {
         let pickle = names.iter().find(|n| n.ends_with(".bin") || n.ends_with(".pt") || n.ends_with(".pth"));
         errors.push(match pickle {
             Some(p) => error(

@@ -33,5 +33,5 @@ pub fn diff(before: &Layers, after: &Layers) -> Vec<Difference> {
 
 /// The keys that stand in the way of applying `differences` without a restart.
 pub fn blockers(differences: &[Difference]) -> Vec<&Difference> {
-    differences.iter().filter(|d| d.change != Change::Live).collect()
+    differences.iter().filter(|d| !matches!(d.change, Change::Live | Change::Model)).collect()
 }

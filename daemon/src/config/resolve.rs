@@ -4,7 +4,8 @@ use super::layers::{Layers, Origin, Raw};
 use super::settings::by_key;
 use super::{
     AdminConfig, AuditConfig, Config, ConfigError, ConfigErrors, EngineConfig, ErrorStyle, LimitsConfig, LogFormat,
-    LoggingConfig, MetricsConfig, ModelConfig, ModelSource, PathsConfig, Secret, ServerConfig, WorkersConfig, parse,
+    LoggingConfig, MetricsConfig, ModelConfig, ModelSource, PathsConfig, RolloutConfig, RolloutRules, Secret,
+    ServerConfig, WorkersConfig, parse,
 };
 use ernie_proto::worker::{Dtype, Quantization};
 use std::net::IpAddr;
@@ -63,6 +64,7 @@ pub fn resolve(
         model: r.model(),
         engine: r.engine(),
         workers: r.workers(),
+        rollout: r.rollout(),
         limits: LimitsConfig {
             max_queued_requests: r.u32("limits.max_queued_requests", 1, 1_000_000),
             max_queued_tokens: r.integer("limits.max_queued_tokens", 1, u64::MAX),
@@ -219,6 +221,27 @@ impl Resolver<'_> {
             restart_backoff_max: self.duration("workers.restart_backoff_max"),
             crash_loop_deaths: self.u32("workers.crash_loop_deaths", 1, 1000),
             crash_loop_window: self.duration("workers.crash_loop_window"),
+        }
+    }
+
+    fn rollout(&mut self) -> RolloutConfig {
+        RolloutConfig {
+            observe: self.duration("rollout.observe"),
+            watch: self.bool("rollout.watch"),
+            hold: self.duration("rollout.hold"),
+            rules: RolloutRules {
+                error_rate_more: self.value("rollout.error_rate_more", 1.0, parse::share),
+                first_token_times: self.value("rollout.first_token_times", 1.0, parse::times),
+                next_token_times: self.value("rollout.next_token_times", 1.0, parse::times),
+                idle_experts_more: self.value("rollout.idle_experts_more", 1.0, parse::share),
+                requests_min: self.u32("rollout.requests_min", 1, 1_000_000),
+                probe_slowdown_max: self.value("rollout.probe_slowdown_max", 1.0, parse::times),
+            },
+            verify_timeout: self.duration("rollout.verify_timeout"),
+            clear_timeout: self.duration("rollout.clear_timeout"),
+            load_timeout: self.duration("rollout.load_timeout"),
+            probe_timeout: self.duration("rollout.probe_timeout"),
+            restore_timeout: self.duration("rollout.restore_timeout"),
         }
     }
 

@@ -8,6 +8,8 @@
 pub enum Change {
     /// Applied by a reload, at once.
     Live,
+    /// A reload rolls the model out.
+    Model,
     /// The workers have to load the model again.
     Workers,
     /// Only a restart of the daemon.
@@ -84,7 +86,7 @@ pub const SETTINGS: &[Setting] = settings! {
     "server.strict_requests" "strict-requests" Switch, "false", Live, "refuse request fields that nobody knows instead of ignoring them";
     "server.reasoning_content" "reasoning-content" Switch, "true", Live, "give thinking under its older name reasoning_content as well";
 
-    "model.path" "model" Value("DIR"), "", Daemon, "folder of the model: config.json, *.safetensors, tokenizer.json";
+    "model.path" "model" Value("DIR"), "", Model, "folder of the model: config.json, *.safetensors, tokenizer.json";
     "model.demo" "demo" Switch, "false", Daemon, "serve the small demo model that is part of this executable";
     "model.served_names" "served-model-name" List("NAME"), "", Daemon, "names under which the model is served; the first is the one shown";
     "model.tokenizer" "tokenizer" Value("DIR"), "", Daemon, "take tokenizer and chat template from this folder instead of the model's";
@@ -111,6 +113,21 @@ pub const SETTINGS: &[Setting] = settings! {
     "workers.restart_backoff_max" "restart-backoff-max" Value("DURATION"), "30s", Live, "longest pause before a restart";
     "workers.crash_loop_deaths" "crash-loop-deaths" Value("N"), "5", Live, "that many deaths within the window make a crash loop";
     "workers.crash_loop_window" "crash-loop-window" Value("DURATION"), "60s", Live, "window of the crash-loop count";
+
+    "rollout.observe" "rollout-observe" Value("DURATION"), "10m", Live, "how long a new model serves while the old one stays warm, unless the swap says otherwise";
+    "rollout.watch" "watch-model" Switch, "false", Daemon, "watch model folder and configuration file: a complete and sealed new revision is rolled out by itself, a changed file reloaded";
+    "rollout.hold" "rollout-hold" Value("DURATION"), "60s", Live, "how long a request waits for a model that is being loaded (first load, stop-first) before it is refused with 503";
+    "rollout.error_rate_more" "rollout-error-rate-more" Value("FRACTION"), "0.05", Live, "roll back when the new model's share of failed requests is above the old one's by more than this";
+    "rollout.first_token_times" "rollout-first-token-times" Value("TIMES"), "5", Live, "roll back when first tokens take more than this many times as long as before";
+    "rollout.next_token_times" "rollout-next-token-times" Value("TIMES"), "3", Live, "roll back when tokens are more than this many times as far apart as before";
+    "rollout.idle_experts_more" "rollout-idle-experts-more" Value("FRACTION"), "0.25", Live, "roll back when the share of experts without a token is above the old model's by more than this";
+    "rollout.requests_min" "rollout-requests-min" Value("N"), "20", Live, "requests that must have ended before rates and times are judged";
+    "rollout.probe_slowdown_max" "rollout-probe-slowdown-max" Value("TIMES"), "3", Live, "a new model that takes this many times as long per token as the serving one does not pass its probes";
+    "rollout.verify_timeout" "rollout-verify-timeout" Value("DURATION"), "10m", Live, "longest verification of a new model's files";
+    "rollout.clear_timeout" "rollout-clear-timeout" Value("DURATION"), "5m", Live, "stop-first: how long the old model's running requests may take";
+    "rollout.load_timeout" "rollout-load-timeout" Value("DURATION"), "1h", Live, "longest load of a new model; one without progress ends after workers.load_timeout";
+    "rollout.probe_timeout" "rollout-probe-timeout" Value("DURATION"), "2m", Live, "longest time for a new model's smoke prompts";
+    "rollout.restore_timeout" "rollout-restore-timeout" Value("DURATION"), "1h", Live, "stop-first: longest time for loading the old model again";
 
     "limits.max_queued_requests" "max-num-queued-reqs" Value("N"), "1024", Live, "requests that may wait; more are refused with 503";
     "limits.max_queued_tokens" "max-num-queued-tokens" Value("N"), "4194304", Live, "prompt tokens that may wait; more are refused with 503";

@@ -44,6 +44,7 @@ pub fn example() -> String {
         }
         let effect = match s.change {
             Change::Live => "applied by a reload",
+            Change::Model => "rolled out by a reload",
             Change::Workers => "needs the model to load again",
             Change::Daemon => "needs a restart",
         };
@@ -67,6 +68,7 @@ pub fn reference() -> String {
     for s in SETTINGS {
         let change = match s.change {
             Change::Live => "reload",
+            Change::Model => "reload rolls it out",
             Change::Workers => "model loads again",
             Change::Daemon => "restart",
         };

@@ -141,6 +141,8 @@ fn figures(api: &Api) -> FleetFigures {
         isa: loaded.map_or_else(String::new, |l| l.isa.clone()),
         uptime_seconds: api.started.elapsed().as_secs_f64(),
         requests_in_flight: api.admission.in_flight() as u64,
+        deployments: status.revisions(),
+        canary_share: status.canary_share(),
         engines,
     }
 }

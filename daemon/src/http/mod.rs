@@ -233,6 +233,7 @@ fn http_settings(config: &Config) -> HttpSettings {
         body_timeout: server.body_timeout,
         request_timeout: server.request_timeout,
         keep_alive: server.keep_alive,
+        model_patience: config.rollout.hold,
         strict_requests: server.strict_requests,
         reasoning_content: server.reasoning_content,
         state_dir: Some(config.paths.state_dir.clone()),

@@ -5,12 +5,17 @@
 
 mod links;
 mod manifest;
+mod registry;
 mod smoke;
 mod space;
 mod verify;
 
-pub use links::{Links, LinksError, Serving};
+pub use links::{Configured, Links, LinksError, Served, Serving};
 pub use manifest::{MANIFEST_FILE, Manifest, ManifestError};
+pub use registry::{Known, Registry, RegistryError};
 pub use smoke::{SmokeError, SmokePrompt, SmokeSuite, SmokeText};
 pub use space::{NoRoom, Placement, Space, place};
-pub use verify::{Problem, VerifiedModel, VerifyError, seal, verify_all, verify_for_load};
+pub use verify::{
+    Problem, VerifiedModel, VerifyError, copy_text_side, revision_on_disk, seal, unlisted, unread, verify_all,
+    verify_for_load,
+};

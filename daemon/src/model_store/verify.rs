@@ -82,9 +82,12 @@ fn listed(problems: &[Problem]) -> String {
     problems.iter().map(Problem::to_string).collect::<Vec<_>>().join("; ")
 }
 
+/// Names the shards of a checkpoint.
+const INDEX: &str = "model.safetensors.index.json";
+
 /// Whether the loader or the text side reads a file of this name: such a file must be in the manifest.
 fn is_read(path: &str) -> bool {
-    const NAMES: [&str; 10] = [
+    const NAMES: [&str; 11] = [
         "config.json",
         "generation_config.json",
         "tokenizer.json",
@@ -93,7 +96,8 @@ fn is_read(path: &str) -> bool {
         "added_tokens.json",
         "chat_template.jinja",
         "chat_template.json",
-        "model.safetensors.index.json",
+        INDEX,
+        "prepared.json",
         "smoke.json",
     ];
     NAMES.contains(&path) || is_weights(path)
@@ -172,10 +176,14 @@ impl Folder {
 const LEADS_OUT: &str = "it is a link that leads out of the model folder; copy the file itself there (cp -L)";
 
 /// Writes the manifest of a model folder; returns it. Overwrites an older one.
-pub fn seal(dir: &Path) -> Result<Manifest, VerifyError> {
+pub fn seal(dir: &Path, progress: &(dyn Fn(u64, u64) + Sync)) -> Result<Manifest, VerifyError> {
     let folder = Folder::open(dir)?;
     let files = folder.list()?;
-    let digests = hash_all(&folder, files.iter().map(String::as_str), &|_, _| {});
+    if !files.iter().any(|path| is_weights(path)) || !files.iter().any(|path| path == "config.json") {
+        let cause = "config.json or the weights are missing; complete the copy, then seal".to_string();
+        return Err(VerifyError::Folder { dir: folder.dir, cause });
+    }
+    let digests = hash_all(&folder, files.iter().map(String::as_str), progress);
     let mut problems = Vec::new();
     let mut sealed = Vec::new();
     for (path, digest) in digests {
@@ -221,6 +229,54 @@ pub fn verify_for_load(dir: &Path, unsealed: bool) -> Result<VerifiedModel, Veri
     verify(dir, unsealed, false, &|_, _| {})
 }
 
+/// Files that the loader reads and the manifest does not list.
+pub fn unlisted(dir: &Path, manifest: &Manifest) -> Vec<Problem> {
+    match Folder::open(dir).and_then(|folder| folder.list()) {
+        Ok(present) => not_listed(&present, manifest),
+        Err(_) => Vec::new(),
+    }
+}
+
+/// Copies what belongs to a model besides its weights: config, tokenizer, template, smoke prompts.
+pub fn copy_text_side(dir: &Path, out: &Path) -> Result<(), VerifyError> {
+    let folder = Folder::open(dir)?;
+    let files = folder.list()?;
+    for path in files.iter().filter(|path| is_read(path) && !is_weights(path) && *path != INDEX) {
+        let wrong = |cause: String| VerifyError::Write { path: out.join(path), cause };
+        let mut from = folder.file(path).map_err(wrong)?;
+        let mut to = File::create_new(out.join(path)).map_err(|error| wrong(error.to_string()))?;
+        std::io::copy(&mut from, &mut to).and_then(|_| to.sync_all()).map_err(|error| wrong(error.to_string()))?;
+    }
+    Ok(())
+}
+
+/// Files of a folder that neither the loader nor the text side reads.
+pub fn unread(dir: &Path) -> Result<Vec<String>, VerifyError> {
+    let mut files = Folder::open(dir)?.list()?;
+    files.retain(|path| !is_read(path));
+    Ok(files)
+}
+
+fn not_listed(present: &[String], manifest: &Manifest) -> Vec<Problem> {
+    let unlisted = present.iter().filter(|path| is_read(path) && manifest.get(path).is_none());
+    let cause = format!("the loader reads it, but {MANIFEST_FILE} does not list it; seal the model again");
+    unlisted.map(|path| Problem { path: path.clone(), cause: cause.clone() }).collect()
+}
+
+/// The revision that a folder claims to hold, without a look at the files' content: its manifest's, or for an unsealed folder
+/// one that changes with names, sizes and times. `None`: no model folder, or a manifest that can not be used.
+pub fn revision_on_disk(dir: &Path) -> Option<String> {
+    match Manifest::read(dir) {
+        Ok(manifest) => Some(manifest.revision()),
+        Err(ManifestError::Missing { .. }) => {
+            let folder = Folder::open(dir).ok()?;
+            let present = folder.list().ok()?;
+            unsealed_model(&folder, &present).ok().map(|model| model.revision)
+        }
+        Err(_) => None,
+    }
+}
+
 fn verify(
     dir: &Path,
     unsealed: bool,
@@ -233,11 +289,7 @@ fn verify(
         Err(ManifestError::Missing { .. }) if unsealed => return unsealed_model(&folder, &present),
         manifest => manifest?,
     };
-    let mut problems = Vec::new();
-    for path in present.iter().filter(|path| is_read(path) && manifest.get(path).is_none()) {
-        let cause = format!("the loader reads it, but {MANIFEST_FILE} does not list it; seal the model again");
-        problems.push(Problem { path: path.clone(), cause });
-    }
+    let mut problems = not_listed(&present, &manifest);
     let (hashed, unhashed): (Vec<_>, Vec<_>) = manifest.files().partition(|(path, _)| weights || !is_weights(path));
     let mut weights_bytes = 0;
     for (path, _) in unhashed {
@@ -364,12 +416,12 @@ mod tests {
     #[test]
     fn a_sealed_model_verifies_and_its_revision_stays() {
         let dir = model();
-        let manifest = seal(dir.path()).expect("sealed");
+        let manifest = seal(dir.path(), &|_, _| {}).expect("sealed");
         let verified = verify_all(dir.path(), &|_, _| {}).expect("untouched");
         assert_eq!(verified.revision(), manifest.revision());
         assert_eq!(verified.weights_bytes(), 7);
         assert_eq!(verify_for_load(dir.path(), false).expect("untouched"), verified);
-        assert_eq!(seal(dir.path()).expect("sealed again"), manifest);
+        assert_eq!(seal(dir.path(), &|_, _| {}).expect("sealed again"), manifest);
         let known = "7b3d979ca8330a94fa7e9e1b466d8b99e0bcdea1ec90596c0dcc8d7ef6b4300c";
         assert!(!manifest.to_text().contains(known) && manifest.files().count() == 4);
     }
@@ -377,7 +429,7 @@ mod tests {
     #[test]
     fn sha256sum_agrees_with_the_seal() {
         let dir = model();
-        let manifest = seal(dir.path()).expect("sealed");
+        let manifest = seal(dir.path(), &|_, _| {}).expect("sealed");
         // Of "weights", by sha256sum.
         let digest = hex(manifest.get("model.safetensors").expect("listed"));
         assert_eq!(digest, hex(&Sha256::digest(b"weights")));
@@ -386,7 +438,7 @@ mod tests {
     #[test]
     fn every_kind_of_difference_is_named() {
         let dir = model();
-        seal(dir.path()).expect("sealed");
+        seal(dir.path(), &|_, _| {}).expect("sealed");
         fs::write(dir.path().join("model.safetensors"), "weightz").expect("writable");
         fs::remove_file(dir.path().join("tokenizer.json")).expect("removable");
         fs::write(dir.path().join("generation_config.json"), "{}").expect("writable");
@@ -399,7 +451,7 @@ mod tests {
         assert!(!error.contains("model.safetensors"), "{error}");
         // A file that nobody reads may be there unlisted.
         let dir = model();
-        seal(dir.path()).expect("sealed");
+        seal(dir.path(), &|_, _| {}).expect("sealed");
         fs::write(dir.path().join("notes.txt"), "mine").expect("writable");
         verify_all(dir.path(), &|_, _| {}).expect("notes are no business of the loader");
     }
@@ -410,13 +462,13 @@ mod tests {
         let other = tempfile::tempdir().expect("a folder for the test");
         fs::write(other.path().join("weights"), "weights").expect("writable");
         symlink("config.json", dir.path().join("generation_config.json")).expect("linkable");
-        seal(dir.path()).expect("a link inside is fine");
+        seal(dir.path(), &|_, _| {}).expect("a link inside is fine");
         fs::remove_file(dir.path().join("model.safetensors")).expect("removable");
         symlink(other.path().join("weights"), dir.path().join("model.safetensors")).expect("linkable");
         for error in [
             mismatch(dir.path()),
             verify_for_load(dir.path(), false).expect_err("a link out").to_string(),
-            seal(dir.path()).expect_err("a link out").to_string(),
+            seal(dir.path(), &|_, _| {}).expect_err("a link out").to_string(),
         ] {
             assert!(error.contains("leads out of the model folder"), "{error}");
         }
@@ -430,7 +482,7 @@ mod tests {
         let taken = verify_for_load(dir.path(), true).expect("asked for");
         assert!(taken.revision().starts_with("unsealed-") && taken.manifest().is_none());
         // A manifest that is there counts, also then.
-        seal(dir.path()).expect("sealed");
+        seal(dir.path(), &|_, _| {}).expect("sealed");
         fs::write(dir.path().join("config.json"), "{ }").expect("writable");
         verify_for_load(dir.path(), true).expect_err("its manifest says otherwise");
         assert!(verify_for_load(Path::new("/nowhere/at/all"), true).is_err());
@@ -439,7 +491,7 @@ mod tests {
     #[test]
     fn progress_ends_at_the_whole() {
         let dir = model();
-        seal(dir.path()).expect("sealed");
+        seal(dir.path(), &|_, _| {}).expect("sealed");
         let last = Mutex::new((0, 0));
         verify_all(dir.path(), &|done, total| *last.lock().expect("no panic") = (done, total)).expect("untouched");
         let (done, total) = *last.lock().expect("no panic");

@@ -124,7 +124,7 @@ pub(super) enum Command {
     },
     Rollback {
         reason: String,
-        reply: oneshot::Sender<Result<(), RolloutRefusal>>,
+        reply: oneshot::Sender<Result<ernie_proto::ids::DeploymentId, RolloutRefusal>>,
     },
     RestartWorker {
         worker: WorkerId,
@@ -132,6 +132,7 @@ pub(super) enum Command {
         reply: oneshot::Sender<bool>,
     },
     ResetPrefixCache,
+    Configure(Box<super::SupervisorSettings>),
 }
 
 #[derive(Debug)]
@@ -248,8 +249,9 @@ impl FleetHandle {
         answer.await.unwrap_or(Err(RolloutRefusal::Draining))
     }
 
-    /// Ends the rollout under way and goes back, or, in steady state, goes back to the previous revision.
-    pub async fn rollback(&self, reason: impl Into<String>) -> Result<(), RolloutRefusal> {
+    /// Ends the rollout under way and goes back, or, in steady state, goes back to the previous revision. Returns the
+    /// deployment whose rollout ends or begins with it.
+    pub async fn rollback(&self, reason: impl Into<String>) -> Result<ernie_proto::ids::DeploymentId, RolloutRefusal> {
         let (reply, answer) = oneshot::channel();
         self.commands
             .send(Command::Rollback { reason: reason.into(), reply })
@@ -268,6 +270,12 @@ impl FleetHandle {
         let (reply, answer) = oneshot::channel();
         self.commands.send(Command::RestartWorker { worker, graceful, reply }).await.map_err(|_| SupervisorGone)?;
         answer.await.map_err(|_| SupervisorGone)
+    }
+
+    /// Other rules from now on. How many requests there may be at the same time stays as it was at the start.
+    pub async fn configure(&self, settings: super::SupervisorSettings) {
+        // Fails only when the supervisor is gone, and then nothing is left to be ruled.
+        let _ = self.commands.send(Command::Configure(Box::new(settings))).await;
     }
 
     /// Drops every cached prefix of all workers.

@@ -11,6 +11,7 @@ mod liveness;
 mod observe;
 mod probe;
 mod publish;
+mod record;
 mod restart;
 mod rollout;
 mod rollouts;
@@ -37,8 +38,8 @@ pub use observe::{FleetEvent, FleetObserver};
 pub use probe::Probe;
 pub use restart::RestartSettings;
 pub use rollout::{
-    CutOver, RolloutOutcome, RolloutPhase, RolloutRefusal, RolloutResult, RolloutStatus, RolloutTimeouts, Strategy,
-    SwapRequest,
+    CutOver, RolloutOutcome, RolloutPhase, RolloutRefusal, RolloutResult, RolloutStatus, RolloutTimeouts, Sides,
+    Strategy, SwapRequest,
 };
 pub use soak::SoakRules;
 pub use status::{
@@ -47,16 +48,15 @@ pub use status::{
 pub use stored::{OpenModel, OpenedModel, StoredModels};
 pub use worker::{ReexecWorker, SpawnWorker, SpawnedWorker, WORKER_FD, WorkerPipe, WorkerProcess};
 
-use crate::model_store::Links;
+use crate::model_store::{Configured, Links, Served};
 use dispatch::Requests;
 use ernie_proto::ids::{DeploymentId, RequestId, WorkerId};
 use ernie_proto::worker::{Loaded, StepStats, ToWorker};
 use fleet::{COMMANDS_MAX, Command, NewRequest};
 use publish::Rates;
-use rollouts::{Previous, Report, Rollouts};
+use rollouts::{Report, Rollouts};
 use slots::{Slot, SlotKey};
 use std::collections::{BTreeMap, HashMap};
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -114,10 +114,10 @@ impl Default for SupervisorSettings {
 #[derive(Clone)]
 pub struct ModelSource {
     pub models: Arc<dyn OpenModel>,
-    /// The links that a restart follows, and the model that the configuration names. `None`: nothing is written down.
-    pub links: Option<(Links, PathBuf)>,
+    /// The record that a restart follows, and the model that the configuration names. `None`: nothing is written down.
+    pub links: Option<(Links, Configured)>,
     /// What a rollback in steady state goes back to, from an earlier life of the daemon.
-    pub previous: Option<PathBuf>,
+    pub previous: Option<Served>,
 }
 
 impl Default for ModelSource {
@@ -162,16 +162,10 @@ pub fn start_with(
     let (reports, reports_in) = mpsc::channel(REPORTS_MAX);
     let next_request = Arc::new(AtomicU64::new(1));
     let now = Instant::now();
-    let previous = source.previous.map(|model_dir| Previous {
-        model_dir,
-        served_names: first.served_names.clone(),
-        // It served before; its manifest is looked at all the same if it has one.
-        unsealed: first.load.manifest.is_empty(),
-    });
     let mut supervisor = Supervisor {
         models: source.models,
         links: source.links,
-        rollouts: Rollouts::new(previous),
+        rollouts: Rollouts::new(source.previous),
         canary: None,
         reports,
         reports_in,
@@ -227,7 +221,7 @@ enum SupervisorEvent {
 
 struct Supervisor {
     models: Arc<dyn OpenModel>,
-    links: Option<(Links, PathBuf)>,
+    links: Option<(Links, Configured)>,
     rollouts: Rollouts,
     /// A candidate that takes a share of the requests, in parts per 10 000.
     canary: Option<(DeploymentId, u32)>,
@@ -348,6 +342,10 @@ impl Supervisor {
                 // The asker may have gone; the worker is restarted all the same.
                 let _ = reply.send(self.restart_worker(worker, graceful));
             }
+            Command::Configure(settings) => {
+                self.settings = SupervisorSettings { requests_max: self.settings.requests_max, ..*settings };
+                self.publish.at_once();
+            }
             Command::ResetPrefixCache => {
                 for slot in self.slots.values().filter(|slot| slot.serves()) {
                     slot.send(ToWorker::ResetPrefixCache);
@@ -446,9 +444,17 @@ impl Supervisor {
 
     /// The deployment can not be loaded, and trying again would not help.
     fn deployment_failed(&mut self, id: DeploymentId, reason: String) {
-        let Some(entry) = self.deployments.get_mut(&id) else { return };
-        entry.failed = Some(reason.clone());
+        if !self.deployments.contains_key(&id) {
+            return;
+        }
         self.unwant_workers(id);
+        if self.fall_back(id) {
+            self.tell(FleetEvent::DeploymentFailed { deployment: id, reason });
+            return;
+        }
+        if let Some(entry) = self.deployments.get_mut(&id) {
+            entry.failed = Some(reason.clone());
+        }
         self.fail_held(id, &reason);
         self.tell(FleetEvent::DeploymentFailed { deployment: id, reason });
         self.publish_routing();

@@ -2,7 +2,7 @@
 //!
 //! The supervisor tells each event once, in order, from its own task; an observer must not block.
 
-use super::rollout::{CutOver, RolloutPhase};
+use super::rollout::{CutOver, RolloutPhase, Sides};
 use super::status::WorkerFailure;
 use ernie_proto::ids::{DeploymentId, RequestId, WorkerId};
 use ernie_proto::worker::StepStats;
@@ -103,6 +103,7 @@ pub enum FleetEvent {
         revision: String,
         elapsed: Duration,
         cut_over: Option<CutOver>,
+        requests: Sides,
     },
     /// The links that a restart follows could not be written.
     CommitFailed {
@@ -163,9 +164,10 @@ pub(super) fn log(event: &FleetEvent) {
             info!(%deployment, model_dir = %model_dir.display(), strategy, "rollout began");
         }
         FleetEvent::RolloutPhase { deployment, phase, detail } => info!(%deployment, %phase, detail, "rollout"),
-        FleetEvent::RolloutCompleted { deployment, revision, elapsed, cut_over } => {
+        FleetEvent::RolloutCompleted { deployment, revision, elapsed, cut_over, requests } => {
             let pause_us = cut_over.map(|cut_over| u64::try_from(cut_over.pause.as_micros()).unwrap_or(u64::MAX));
-            info!(%deployment, revision, elapsed_ms = millis(*elapsed), pause_us, "rollout completed");
+            let Sides { old, new, failed } = requests;
+            info!(%deployment, revision, elapsed_ms = millis(*elapsed), pause_us, old, new, failed, "rollout completed");
         }
         FleetEvent::CommitFailed { deployment, reason } => {
             error!(%deployment, reason, "a restart of the daemon would not come back with this revision");

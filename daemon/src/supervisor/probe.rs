@@ -48,7 +48,8 @@ pub(super) struct Plan {
 #[derive(Debug, Default)]
 struct Answer {
     tokens: Vec<u32>,
-    /// Between tokens, on average; only of answers that are long enough.
+    /// From the question to the last token, per token; only of answers that are long enough. Not between the first and the
+    /// last: on a busy machine we are woken late, find all of them at once, and would take that for speed.
     per_token: Option<Duration>,
 }
 
@@ -127,10 +128,9 @@ async fn ask(fleet: &FleetHandle, deployment: &Arc<Deployment>, probe: &Probe, s
     };
     let submission =
         Submission { prompt: probe.prompt.clone(), choices: 1, sampling, priority: 0, cache_salt: PROBE_SALT };
+    let began = Instant::now();
     let mut generation = fleet.submit(deployment, submission).await.map_err(|refusal| refusal.to_string())?;
     let mut answer = Answer::default();
-    let mut first = None;
-    let mut last = Instant::now();
     while let Some(event) = generation.next().await {
         match event {
             GenerationEvent::Started { .. } | GenerationEvent::PromptLogprobs(_) => {}
@@ -143,14 +143,10 @@ async fn ask(fleet: &FleetHandle, deployment: &Arc<Deployment>, probe: &Probe, s
                     return Err("its log-probabilities are not finite".to_string());
                 }
                 answer.tokens.push(output.token);
-                last = Instant::now();
-                first.get_or_insert(last);
             }
         }
     }
-    let between = answer.tokens.len().saturating_sub(1);
-    if let Some(first) = first.filter(|_| answer.tokens.len() >= TELLING_TOKENS) {
-        answer.per_token = Some((last - first) / u32::try_from(between).unwrap_or(u32::MAX));
-    }
+    let tokens = answer.tokens.len();
+    answer.per_token = (tokens >= TELLING_TOKENS).then(|| began.elapsed() / u32::try_from(tokens).unwrap_or(u32::MAX));
     Ok(answer)
 }

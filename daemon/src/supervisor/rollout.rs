@@ -10,6 +10,7 @@
 //! (stop-first).
 
 use super::status::DeploymentRole;
+use crate::model_store::Configured;
 use ernie_proto::ids::DeploymentId;
 use std::fmt;
 use std::path::PathBuf;
@@ -29,6 +30,10 @@ pub struct SwapRequest {
     pub canary: Option<u32>,
     /// Take a model without a manifest.
     pub force_unsealed: bool,
+    /// The folder has to hold this revision (a way back must lead to what served, not to what lies there now).
+    pub revision: Option<String>,
+    /// The configuration names this model now: what a restart compares with when this rollout has completed.
+    pub configured: Option<Configured>,
 }
 
 /// How two models share the memory during a rollout.
@@ -135,6 +140,8 @@ pub struct RolloutOutcome {
     pub revision: String,
     pub result: RolloutResult,
     pub cut_over: Option<CutOver>,
+    /// Since the cut-over.
+    pub requests: Sides,
     pub elapsed: Duration,
     /// Unix time in seconds.
     pub at: u64,
@@ -157,6 +164,15 @@ pub struct CutOver {
     pub pause: Duration,
     /// Requests under way on the old deployment at that moment.
     pub in_flight: u32,
+}
+
+/// Requests that ended while both deployments were there.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Sides {
+    pub old: u64,
+    pub new: u64,
+    /// On either side.
+    pub failed: u64,
 }
 
 /// How long each phase may take.

@@ -8,15 +8,14 @@ use super::probe;
 use super::publish::add_counters;
 use super::rollout::{
     self, Attempt, CutOver, Refused, Rollout, RolloutEffect, RolloutEvent, RolloutOutcome, RolloutRefusal,
-    RolloutResult, RolloutStatus, Strategy, SwapRequest,
+    RolloutResult, RolloutStatus, Sides, Strategy, SwapRequest,
 };
 use super::soak::{self, Observed};
 use super::stored::OpenedModel;
 use super::{DeploymentEntry, DeploymentRole, DeploymentSpec, FleetEvent, Supervisor, SupervisorEvent, unix_now};
-use crate::model_store::{Placement, Serving, Space, place};
+use crate::model_store::{Placement, Served, Serving, Space, place};
 use ernie_proto::ids::DeploymentId;
 use ernie_proto::worker::{Quantization, StepStats};
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
@@ -40,22 +39,22 @@ pub(super) enum Report {
     /// A line about the speed, or why not.
     Probed(Result<String, String>),
     Committed(Result<(), String>),
+    /// The revision before the one that does not load after a start.
+    FellBack(Result<(Box<OpenedModel>, Vec<String>), String>),
 }
 
 /// Everything about rollouts that the supervisor keeps.
 pub(super) struct Rollouts {
     pub(super) state: Rollout,
     attempt: Option<Progress>,
-    pub(super) previous: Option<Previous>,
+    /// The revision that a rollback in steady state goes back to.
+    pub(super) previous: Option<Served>,
     last: Option<RolloutOutcome>,
-}
-
-/// The revision that a rollback in steady state goes back to.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Previous {
-    pub(super) model_dir: PathBuf,
-    pub(super) served_names: Vec<String>,
-    pub(super) unsealed: bool,
+    /// Completed, but not yet on the disk for a restart to find; nobody is told before.
+    uncommitted: Option<RolloutOutcome>,
+    /// To be written when the commit under way has ended: commits never overtake each other.
+    pub(super) next_commit: Option<(DeploymentId, Serving)>,
+    pub(super) committing: bool,
 }
 
 /// What is known of the attempt under way besides its state.
@@ -68,12 +67,22 @@ struct Progress {
     /// Of both deployments at the cut-over: what came before does not count against the candidate.
     old_then: Figures,
     new_then: Observed,
+    /// Both deployments at the cut-over.
+    sides: Option<(DeploymentId, DeploymentId)>,
     soak_due: Instant,
 }
 
 impl Rollouts {
-    pub(super) fn new(previous: Option<Previous>) -> Self {
-        Self { state: Rollout::Steady, attempt: None, previous, last: None }
+    pub(super) fn new(previous: Option<Served>) -> Self {
+        Self {
+            state: Rollout::Steady,
+            attempt: None,
+            previous,
+            last: None,
+            uncommitted: None,
+            next_commit: None,
+            committing: false,
+        }
     }
 
     pub(super) fn due(&self) -> Option<Instant> {
@@ -92,10 +101,23 @@ impl Rollouts {
             canary: attempt.and_then(|attempt| attempt.canary),
             age: self.attempt.as_ref().filter(|_| attempt.is_some()).map(|progress| now - progress.began),
             phase_left: attempt.map(|attempt| attempt.deadline.saturating_duration_since(now)),
-            previous: self.previous.as_ref().map(|previous| previous.model_dir.clone()),
+            previous: self.previous.as_ref().map(|previous| previous.dir.clone()),
             last: self.last.clone(),
         }
     }
+}
+
+/// What `opened` is loaded with: everything but the model itself as `like` has it.
+pub(super) fn spec_of(opened: &OpenedModel, like: &DeploymentSpec) -> DeploymentSpec {
+    let mut spec = like.clone();
+    spec.revision.clone_from(&opened.revision);
+    spec.model_dir.clone_from(&opened.model_dir);
+    spec.load.manifest.clone_from(&opened.manifest);
+    if !spec.load.vocabulary.is_empty() {
+        spec.load.vocabulary = Arc::new(opened.text.vocabulary());
+    }
+    spec.text = opened.text.clone();
+    spec
 }
 
 fn strategy(beside: bool) -> Strategy {
@@ -138,6 +160,7 @@ impl Supervisor {
             cut_over: None,
             old_then: Figures::default(),
             new_then: Observed::default(),
+            sides: None,
             soak_due: now,
             request,
         });
@@ -146,27 +169,33 @@ impl Supervisor {
     }
 
     /// Ends the rollout under way and goes back; in steady state, rolls the previous revision out.
-    pub(super) fn rollback(&mut self, reason: String, now: Instant) -> Result<(), RolloutRefusal> {
+    pub(super) fn rollback(&mut self, reason: String, now: Instant) -> Result<DeploymentId, RolloutRefusal> {
         if self.drain.is_some() || self.leaving.is_some() {
             return Err(RolloutRefusal::Draining);
         }
-        match &self.rollouts.state {
+        match self.rollouts.state.clone() {
             Rollout::Steady => {
                 let previous = self.rollouts.previous.clone().ok_or(RolloutRefusal::NothingToRollBack)?;
                 let request = SwapRequest {
-                    model_dir: previous.model_dir,
+                    model_dir: previous.dir,
                     served_names: Some(previous.served_names),
                     strategy: Strategy::Auto,
                     observe: Duration::ZERO,
                     canary: None,
                     force_unsealed: previous.unsealed,
+                    revision: Some(previous.revision),
+                    configured: None,
                 };
-                self.swap(request, now).map(|_| ())
+                self.swap(request, now)
             }
             Rollout::Restoring { .. } => Err(RolloutRefusal::Busy { phase: self.rollouts.state.phase() }),
-            _ => {
+            Rollout::Verifying(attempt)
+            | Rollout::Clearing(attempt)
+            | Rollout::Loading(attempt)
+            | Rollout::Probing(attempt)
+            | Rollout::Soaking(attempt) => {
                 self.rollout_event(RolloutEvent::Rollback { reason }, now);
-                Ok(())
+                Ok(attempt.candidate)
             }
         }
     }
@@ -182,9 +211,13 @@ impl Supervisor {
                 self.tell(FleetEvent::RolloutPhase { deployment: of, phase, detail: format!("passed: {line}") });
                 self.rollout_event(RolloutEvent::Probed { of }, now);
             }
-            Report::Committed(Ok(())) => {}
-            Report::Committed(Err(reason)) => {
-                self.tell(FleetEvent::CommitFailed { deployment: of, reason });
+            Report::FellBack(result) => self.fell_back(of, result),
+            Report::Committed(result) => {
+                if let Some(outcome) = self.rollouts.uncommitted.take_if(|outcome| outcome.candidate == of) {
+                    self.rollouts.last = Some(outcome);
+                    self.publish.at_once();
+                }
+                self.committed(of, result);
             }
         }
     }
@@ -199,21 +232,19 @@ impl Supervisor {
         }
         let Some(progress) = &mut self.rollouts.attempt else { return };
         progress.revision.clone_from(&opened.revision);
+        if let Some(wanted) = progress.request.revision.as_ref().filter(|wanted| **wanted != opened.revision) {
+            let dir = opened.model_dir.display();
+            let reason = format!("{dir} holds revision {} now, not {wanted} that served from there", opened.revision);
+            return self.rollout_event(RolloutEvent::Failed { of, reason }, now);
+        }
         let (asked, names) = (progress.request.strategy, progress.request.served_names.clone());
         let Some(serving) = self.deployments.get(&attempt.replaces) else { return };
-        let mut spec = serving.spec.clone();
+        let mut spec = spec_of(&opened, &serving.spec);
         let placement = match self.placement(serving, &opened, asked) {
             Ok(placement) => placement,
             Err(reason) => return self.rollout_event(RolloutEvent::Failed { of, reason }, now),
         };
         spec.served_names = names.unwrap_or(spec.served_names);
-        spec.revision.clone_from(&opened.revision);
-        spec.model_dir.clone_from(&opened.model_dir);
-        spec.load.manifest.clone_from(&opened.manifest);
-        if !spec.load.vocabulary.is_empty() {
-            spec.load.vocabulary = Arc::new(opened.text.vocabulary());
-        }
-        spec.text = opened.text.clone();
         let workers = u64::from(spec.workers.max(1));
         let (beside, candidate) = match placement {
             Placement::SideBySide { candidate } => (true, candidate),
@@ -312,7 +343,10 @@ impl Supervisor {
                 self.requests.fail_all(Some(id), false, &failure);
                 self.unwant_workers(id);
             }
-            RolloutEffect::Commit { current, previous } => self.commit(current, previous),
+            RolloutEffect::Commit { current, previous } => {
+                let configured = self.rollouts.attempt.as_mut().and_then(|progress| progress.request.configured.take());
+                self.commit(current, previous, configured);
+            }
             RolloutEffect::Completed(id) => self.finished(id, RolloutResult::Completed, now),
             RolloutEffect::RolledBack { of, phase, reason, restored: true } => {
                 self.finished(of, RolloutResult::RolledBack { phase, reason }, now);
@@ -399,6 +433,7 @@ impl Supervisor {
         let (old_then, new_then) = (self.requests.figures(from), self.observed(to));
         if let Some(progress) = &mut self.rollouts.attempt {
             progress.cut_over = Some(CutOver { pause, in_flight });
+            progress.sides = Some((from, to));
             (progress.old_then, progress.new_then) = (old_then, new_then);
             progress.soak_due = now + SOAK_INTERVAL;
         }
@@ -415,35 +450,15 @@ impl Supervisor {
     }
 
     /// Takes no new requests from `at` on; leaves when it has none.
-    fn retire(&mut self, id: DeploymentId, at: Instant) {
+    pub(super) fn retire(&mut self, id: DeploymentId, at: Instant) {
         if let Some(entry) = self.deployments.get_mut(&id) {
             (entry.role, entry.leaves_at) = (DeploymentRole::Retiring, Some(at));
         }
     }
 
-    fn commit(&mut self, id: DeploymentId, replaced: DeploymentId) {
-        let previous = self.deployments.get(&replaced).map(|entry| Previous {
-            model_dir: entry.spec.model_dir.clone(),
-            served_names: entry.spec.served_names.clone(),
-            unsealed: entry.spec.load.manifest.is_empty(),
-        });
-        let Some(current) = self.deployments.get(&id).map(|entry| entry.spec.model_dir.clone()) else { return };
-        let serving = Serving { current, previous: previous.as_ref().map(|previous| previous.model_dir.clone()) };
-        self.rollouts.previous = previous;
-        let Some((links, configured)) = self.links.clone() else { return };
-        let reports = self.reports.clone();
-        tokio::spawn(async move {
-            let committed = tokio::task::spawn_blocking(move || links.commit(&configured, &serving)).await;
-            let committed = match committed {
-                Ok(result) => result.map_err(|error| error.to_string()),
-                Err(_) => Err("writing the links panicked".to_string()),
-            };
-            let _ = reports.send((id, Report::Committed(committed))).await;
-        });
-    }
-
     fn finished(&mut self, candidate: DeploymentId, result: RolloutResult, now: Instant) {
         let Some(progress) = self.rollouts.attempt.take() else { return };
+        let requests = self.sides(&progress);
         let (revision, elapsed) = (progress.revision, now - progress.began);
         match &result {
             RolloutResult::Completed => {
@@ -453,6 +468,7 @@ impl Supervisor {
                     revision: revision.clone(),
                     elapsed,
                     cut_over: progress.cut_over,
+                    requests,
                 });
             }
             RolloutResult::RolledBack { reason, .. } | RolloutResult::NotRestored { reason } => {
@@ -466,15 +482,29 @@ impl Supervisor {
                 });
             }
         }
-        self.rollouts.last = Some(RolloutOutcome {
+        let to_be_committed = self.links.is_some() && result == RolloutResult::Completed;
+        let outcome = RolloutOutcome {
             candidate,
             model_dir: progress.request.model_dir,
             revision,
             result,
             cut_over: progress.cut_over,
+            requests,
             elapsed,
             at: unix_now(),
-        });
+        };
+        if to_be_committed {
+            self.rollouts.uncommitted = Some(outcome);
+        } else {
+            self.rollouts.last = Some(outcome);
+        }
+    }
+
+    fn sides(&self, progress: &Progress) -> Sides {
+        let Some((old, new)) = progress.sides else { return Sides::default() };
+        let old = self.requests.figures(old).since(&progress.old_then);
+        let new = self.requests.figures(new).since(&progress.new_then.figures);
+        Sides { old: old.finished, new: new.finished, failed: old.failed + new.failed }
     }
 
     /// Everything that may have become true since the last turn: workers that left or are ready, deadlines, broken rules.

@@ -4,6 +4,7 @@
 //! Nothing here acts.
 
 use super::rollout::RolloutStatus;
+use crate::telemetry::metrics::RevisionFigures;
 use ernie_proto::ids::{DeploymentId, WorkerId};
 use ernie_proto::worker::{LoadProgress, Loaded, StepStats};
 use std::fmt;
@@ -68,6 +69,23 @@ impl FleetStatus {
 
     pub fn active_deployment(&self) -> Option<&DeploymentStatus> {
         self.active.and_then(|id| self.deployment(id))
+    }
+
+    /// Every loaded model's requests, for metrics.
+    pub fn revisions(&self) -> Vec<RevisionFigures> {
+        let of = |d: &DeploymentStatus| RevisionFigures {
+            revision: d.revision.clone(),
+            role: d.role.as_str(),
+            in_flight: u64::from(d.requests),
+            finished: d.requests_finished,
+            failed: d.requests_failed,
+        };
+        self.deployments.iter().map(of).collect()
+    }
+
+    /// Share of the keys that go to a candidate, 0 to 1.
+    pub fn canary_share(&self) -> f64 {
+        self.rollout.canary.map_or(0.0, |share| f64::from(share) / 10_000.0)
     }
 
     /// The longest time any serving worker has had work without finishing a step.

@@ -3,7 +3,7 @@
 use super::scripted::{Fault, Script, ScriptedWorkers};
 use super::tests::{Ask, Fleet, read, spec, text};
 use super::*;
-use crate::model_store::Links;
+use crate::model_store::{Configured, Links};
 use std::path::Path;
 use std::time::Duration;
 
@@ -61,7 +61,13 @@ fn swap_to(model: &str) -> SwapRequest {
         observe: Duration::ZERO,
         canary: None,
         force_unsealed: false,
+        revision: None,
+        configured: None,
     }
+}
+
+fn configured(dir: &str) -> Configured {
+    Configured { dir: dir.into(), revision: Some("r1".to_string()), served_names: vec!["ernie".to_string()] }
 }
 
 fn observed(model: &str, seconds: u64) -> SwapRequest {
@@ -309,14 +315,15 @@ async fn a_canary_takes_its_share_of_the_keys_and_is_promoted() {
 async fn a_rollback_in_steady_state_goes_to_the_previous_revision_and_links_follow() {
     let dir = tempfile::tempdir().expect("a folder for the test");
     let links = Links::new(dir.path());
-    let configured = Path::new("model");
+    let configured = configured("model");
     let source = ModelSource {
         models: Arc::new(Models::default()),
-        links: Some((links.clone(), configured.to_path_buf())),
+        links: Some((links.clone(), configured.clone())),
         previous: None,
     };
+    let first = DeploymentSpec { revision: "revision of model".to_string(), ..spec(1) };
     let workers = ScriptedWorkers::new(|_| Script::default());
-    let fleet = Fleet::with_models(SupervisorSettings::default(), workers, spec(1), source);
+    let fleet = Fleet::with_models(SupervisorSettings::default(), workers, first, source);
     fleet.active().await;
     assert_eq!(fleet.handle.rollback("why not").await, Err(RolloutRefusal::NothingToRollBack));
 
@@ -326,11 +333,10 @@ async fn a_rollback_in_steady_state_goes_to_the_previous_revision_and_links_foll
     let status = fleet.status_where(|s| s.counters.rollouts_completed == 2 && s.deployments.len() == 1).await;
     assert_eq!(status.active_deployment().expect("it serves").model_dir, Path::new("model"));
     assert_eq!(status.rollout.previous.as_deref(), Some(Path::new("r2")));
-    // The links are written beside; the supervisor ends after its tasks in no order, so wait for the disk.
-    let resumed = || links.resume(configured).map(|serving| serving.current);
-    while resumed().is_none_or(|current| !current.ends_with("model")) {
-        tokio::time::sleep(Duration::from_millis(1)).await;
-    }
+    // Whoever is told that it completed finds it on the disk.
+    fleet.status_where(|s| s.rollout.last.as_ref().is_some_and(|last| last.model_dir == Path::new("model"))).await;
+    let resumed = || links.resume(&configured).map(|serving| serving.current.dir);
+    assert_eq!(resumed().as_deref(), Some(Path::new("model")));
 }
 
 #[tokio::test(start_paused = true)]
@@ -339,7 +345,7 @@ async fn a_candidate_without_links_to_commit_is_not_what_a_restart_finds() {
     let links = Links::new(dir.path());
     let source = ModelSource {
         models: Arc::new(Models::default()),
-        links: Some((links.clone(), "model".into())),
+        links: Some((links.clone(), configured("model"))),
         previous: None,
     };
     let fleet =
@@ -348,7 +354,7 @@ async fn a_candidate_without_links_to_commit_is_not_what_a_restart_finds() {
     fleet.handle.swap(observed("r2", 600)).await.expect("it begins");
     fleet.status_where(|s| s.rollout.phase == RolloutPhase::Soaking).await;
     // The daemon dies here: the candidate has not proven itself.
-    assert_eq!(links.resume(Path::new("model")), None);
+    assert_eq!(links.resume(&configured("model")), None);
 }
 
 #[tokio::test(start_paused = true)]

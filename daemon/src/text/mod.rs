@@ -69,6 +69,7 @@ impl TextModel {
     pub fn load(dir: &Path) -> Result<TextModel, TextError> {
         let mut tokenizer = Tokenizer::load(dir)?;
         let config = read_json(dir, "config.json")?.unwrap_or_default();
+        belongs_to_weights(dir, &tokenizer, &config)?;
         let generation = read_json(dir, "generation_config.json")?.unwrap_or_default();
         let settings = read_json(dir, "tokenizer_config.json")?.unwrap_or_default();
         let special = read_json(dir, "special_tokens_map.json")?.unwrap_or_default();
@@ -88,6 +89,12 @@ impl TextModel {
         eos_token_ids.dedup();
         tokenizer.add_special(&eos_token_ids);
         Ok(TextModel { tokenizer, template, eos_token_ids, defaults: generation_defaults(&generation) })
+    }
+
+    /// What looks wrong for weights of this vocabulary without being impossible: a sentence.
+    pub fn misfit(&self, vocab_size: u32) -> Option<String> {
+        let (has, rows) = (self.tokenizer.size(), vocab_size as usize);
+        (has < rows / 2).then(|| format!("it has {has} tokens, the weights {rows} rows for them: {OTHER_TOKENIZER}"))
     }
 
     pub fn tokenizer(&self) -> &Tokenizer {
@@ -131,6 +138,22 @@ impl TextModel {
     pub fn encode_rendered(&self, rendered: &Rendered, add_special_tokens: bool) -> Result<Vec<u32>, TextError> {
         let (marked, mark) = rendered.parts();
         self.tokenizer.encode_marked(marked, mark, add_special_tokens)
+    }
+}
+
+const OTHER_TOKENIZER: &str = "it seems to be another model's; copy the tokenizer that came with the weights";
+
+/// A token that the embedding has no row for can never be computed.
+fn belongs_to_weights(dir: &Path, tokenizer: &Tokenizer, config: &Value) -> Result<(), TextError> {
+    match config["vocab_size"].as_u64() {
+        Some(rows) if tokenizer.size() as u64 > rows => Err(TextError::Invalid {
+            path: dir.join("tokenizer.json"),
+            reason: format!(
+                "it has {} tokens, config.json's vocab_size is {rows}: {OTHER_TOKENIZER}",
+                tokenizer.size()
+            ),
+        }),
+        _ => Ok(()),
     }
 }
 

@@ -39,6 +39,9 @@ pub struct Tokenizer {
     strips_leading_space: bool,
 }
 
+/// Ids of a vocabulary are below this; the table by id is never made larger.
+const TOKENS_MAX: usize = 1 << 24;
+
 impl std::fmt::Debug for Tokenizer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Tokenizer").field("size", &self.bytes.len()).finish_non_exhaustive()
@@ -70,6 +73,9 @@ impl Tokenizer {
 
         let vocabulary = inner.get_vocab(true);
         let size = vocabulary.values().max().map_or(0, |&id| id as usize + 1);
+        if size > TOKENS_MAX {
+            return Err(format!("it has a token with id {}, which no vocabulary has", size - 1));
+        }
         let mut bytes: Vec<Box<[u8]>> = vec![Box::default(); size];
         for (token, id) in &vocabulary {
             bytes[*id as usize] = decoding.bytes(token).into_boxed_slice();

@@ -3,6 +3,7 @@
 //! Plain threads, no runtime: one reads the socket ([`io`]), one runs the engine ([`serve`]). It has no flags, reads no
 //! environment (but for the kernels' `ERNIED_ISA`), writes no file. When the socket ends, it ends, whatever it is doing.
 
+pub mod folder;
 mod io;
 mod pace;
 mod serve;

@@ -139,6 +139,21 @@ pub struct FleetFigures {
     pub uptime_seconds: f64,
     pub requests_in_flight: u64,
     pub engines: Vec<EngineFigures>,
+    /// All that are loaded or being loaded.
+    pub deployments: Vec<RevisionFigures>,
+    /// Share of the keys that go to a candidate, 0 to 1.
+    pub canary_share: f64,
+}
+
+/// One loaded model at a scrape.
+#[derive(Debug, Clone, Default)]
+pub struct RevisionFigures {
+    pub revision: String,
+    /// `active`, `canary`, `standby`, ...
+    pub role: &'static str,
+    pub in_flight: u64,
+    pub finished: u64,
+    pub failed: u64,
 }
 
 /// One worker slot at a scrape.

@@ -41,6 +41,8 @@ pub(super) struct Own {
     load: GaugeVec,
     build: GaugeVec,
     deployment: GaugeVec,
+    revision_requests: GaugeVec,
+    canary_share: Gauge,
     ready: Gauge,
     draining: Gauge,
     uptime: Gauge,
@@ -125,6 +127,15 @@ impl Own {
                 "ernied_deployment_info",
                 "Revision that serves, as a label; always 1.",
                 &["model_name", "revision"],
+            ),
+            revision_requests: f.gauges(
+                "ernied_revision_requests",
+                "Requests of each loaded model since it was loaded, by what became of them. Goes away with the model.",
+                &["revision", "role", "state"],
+            ),
+            canary_share: f.gauge(
+                "ernied_canary_share",
+                "Share of the keys that go to a model under observation; 0 without a canary.",
             ),
             ready: f.gauge("ernied_ready", "1 while a deployment serves and makes progress."),
             draining: f.gauge("ernied_draining", "1 while the daemon takes no new work and finishes what it has."),
@@ -266,6 +277,14 @@ impl Own {
         self.build.with_label_values(&[env!("CARGO_PKG_VERSION"), fleet.isa.as_str()]).set(1.0);
         self.deployment.reset();
         self.deployment.with_label_values(&[fleet.model_name.as_str(), fleet.revision.as_str()]).set(1.0);
+        self.canary_share.set(fleet.canary_share);
+        self.revision_requests.reset();
+        for d in &fleet.deployments {
+            for (state, requests) in [("in_flight", d.in_flight), ("finished", d.finished), ("failed", d.failed)] {
+                let labels = [d.revision.as_str(), d.role, state];
+                self.revision_requests.with_label_values(&labels).set(requests as f64);
+            }
+        }
         for e in &fleet.engines {
             if e.engine >= self.engines {
                 continue;

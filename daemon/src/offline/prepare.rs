@@ -1,0 +1,87 @@
+//! `model prepare`: a second folder with the weights in kernel layout, sealed; its load packs nothing.
+
+use super::report::{Progress, bytes, complain, show};
+use crate::model_store::{self, VerifyError};
+use crate::worker::folder::{self, PrepareForm};
+use ernie_proto::model::Prepared;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+pub(super) fn run(dir: &Path, out: &Path, form: PrepareForm, json: bool) -> ExitCode {
+    match prepare(dir, out, form) {
+        Ok(prepared) => {
+            show(json, &prepared, |p| {
+                format!(
+                    "prepared {}: {} of {} weights, sealed\nrevision {}\n",
+                    p.dir.display(),
+                    bytes(p.bytes),
+                    p.weights,
+                    p.revision
+                )
+            });
+            ExitCode::SUCCESS
+        }
+        Err(error) => complain(&error),
+    }
+}
+
+/// Why it was not prepared. Nothing is left under the name that was asked for.
+#[derive(Debug, thiserror::Error)]
+enum PrepareError {
+    #[error(transparent)]
+    Verify(#[from] VerifyError),
+    #[error("{} is there already; name a folder that is not, or remove it", path.display())]
+    Taken { path: PathBuf },
+    #[error("{}: {source}; check space and permissions", path.display())]
+    Disk { path: PathBuf, source: std::io::Error },
+    #[error("{0}")]
+    Engine(String),
+}
+
+fn prepare(dir: &Path, out: &Path, form: PrepareForm) -> Result<Prepared, PrepareError> {
+    if fs::symlink_metadata(out).is_ok() {
+        return Err(PrepareError::Taken { path: out.to_owned() });
+    }
+    // A sealed folder has to be what its manifest says; one that is not is taken as it is, as by `serve`.
+    let verified = model_store::verify_for_load(dir, true)?;
+    let manifest = verified.manifest().map(|manifest| manifest.to_wire());
+    let name = out.file_name().map(|name| name.to_string_lossy().into_owned()).unwrap_or_default();
+    let parent = match out.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
+        _ => PathBuf::from("."),
+    };
+    // Under another name until it is whole: a copy cut short is never taken for a model.
+    let part = parent.join(format!(".{name}.preparing"));
+    let disk = |source| PrepareError::Disk { path: part.clone(), source };
+    if part.exists() {
+        fs::remove_dir_all(&part).map_err(disk)?;
+    }
+    fs::create_dir(&part).map_err(disk)?;
+    let written = fill(verified.dir(), &part, form, manifest.as_deref());
+    let (revision, weights, bytes) = match written {
+        Ok(written) => written,
+        Err(error) => {
+            // Best effort: the error that matters is told.
+            let _ = fs::remove_dir_all(&part);
+            return Err(error);
+        }
+    };
+    fs::rename(&part, out).and_then(|()| File::open(&parent)?.sync_all()).map_err(disk)?;
+    Ok(Prepared { dir: out.canonicalize().unwrap_or_else(|_| out.to_owned()), revision, weights, bytes })
+}
+
+fn fill(
+    dir: &Path,
+    part: &Path,
+    form: PrepareForm,
+    manifest: Option<&[ernie_proto::worker::FileDigest]>,
+) -> Result<(String, String, u64), PrepareError> {
+    model_store::copy_text_side(dir, part)?;
+    let packing = Progress::new("packed");
+    let (weights, bytes) = folder::prepare(dir, part, form, manifest, &mut |done, total| packing.at(done, total))
+        .map_err(PrepareError::Engine)?;
+    let hashing = Progress::new("hashed");
+    let manifest = model_store::seal(part, &|done, total| hashing.at(done, total))?;
+    Ok((manifest.revision(), weights, bytes))
+}
