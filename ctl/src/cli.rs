@@ -37,7 +37,10 @@ pub(crate) enum Verb {
         interval: f64,
     },
     /// The worker processes
-    #[command(after_help = "Examples:\n  ernie-ctl workers\n  ernie-ctl workers restart w1 --graceful")]
+    #[command(
+        alias = "worker",
+        after_help = "Examples:\n  ernie-ctl workers\n  ernie-ctl worker list\n  ernie-ctl worker restart w1\n  ernie-ctl worker drain w1"
+    )]
     Workers {
         #[command(subcommand)]
         act: Option<WorkersAct>,
@@ -94,14 +97,25 @@ pub(crate) enum Verb {
     },
     /// Replace the model by another one, without a lost request
     #[command(
-        after_help = "Examples:\n  ernie-ctl swap models/ERNIE-4.5-0.3B-PT-v2 --observe 600\n  ernie-ctl swap models/v2 --canary 10"
+        after_help = "Examples:\n  ernie-ctl swap models/ERNIE-4.5-0.3B-PT-v2 --observe 10m\n  ernie-ctl swap r2 --canary 10%\n  ernie-ctl swap r2 --strategy stop-first --no-wait"
     )]
     Swap(SwapArgs),
-    /// Go back to the previous model
+    /// Go back to the previous model, or end the rollout under way
     Rollback {
         /// Why, for the audit store
         #[arg(long)]
         reason: Option<String>,
+        /// Do not wait for the end
+        #[arg(long)]
+        no_wait: bool,
+    },
+    /// Model folders: names, what is in them, seals; inspect, seal, verify and prepare work with the daemon down
+    #[command(
+        after_help = "Examples:\n  ernie-ctl model inspect models/ERNIE-4.5-0.3B-PT\n  ernie-ctl model seal models/ERNIE-4.5-0.3B-PT\n  ernie-ctl model add models/ERNIE-4.5-0.3B-PT --name r1\n  ernie-ctl model list"
+    )]
+    Model {
+        #[command(subcommand)]
+        act: ModelAct,
     },
     /// Drop the cached prefixes of all workers
     ResetPrefixCache,
@@ -123,7 +137,7 @@ pub(crate) enum Verb {
     Doctor(DoctorArgs),
     /// Load the API and measure it
     #[command(
-        after_help = "Examples:\n  ernie-ctl bench --profile a10-512-256\n  ernie-ctl bench --concurrency 16 --input 128 --output 64 --requests 64\n  ernie-ctl bench --compare http://other:8000 --profile c100-320"
+        after_help = "Examples:\n  ernie-ctl bench --profile a10-512-256\n  ernie-ctl bench --profile swap --models r1,r2 --observe 5s\n  ernie-ctl bench --concurrency 16 --input 128 --output 64 --requests 64\n  ernie-ctl bench --compare http://other:8000 --profile c100-320"
     )]
     Bench(BenchArgs),
     /// Print a completion script for a shell
@@ -135,9 +149,16 @@ pub(crate) enum Verb {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum WorkersAct {
+    /// State, load, age of the last step, why the last one died
+    List,
+    /// Let a worker end what it has, without new requests, and replace it then (restart --graceful)
+    Drain {
+        /// As shown by `worker list`: w3
+        worker: String,
+    },
     /// Replace a worker process; its requests go on at the next one
     Restart {
-        /// As shown by `workers`: w3
+        /// As shown by `worker list`: w3
         worker: String,
         /// Let its running requests end first
         #[arg(long)]
@@ -253,9 +274,65 @@ pub(crate) enum AuditAct {
     Export,
 }
 
+#[derive(Debug, Subcommand)]
+pub(crate) enum ModelAct {
+    /// Give a sealed folder a name
+    Add {
+        dir: PathBuf,
+        /// [default: the folder's name]
+        #[arg(long)]
+        name: Option<String>,
+    },
+    /// Folders with a name or a part in what is served
+    List,
+    /// Forget a name; files are never removed
+    Remove { name: String },
+    /// What a folder holds and everything that is wrong with it; loads nothing, runs no code
+    Inspect {
+        dir: PathBuf,
+        /// KV blocks to give the memory of [default: those of one sequence of full length]
+        #[arg(long, value_name = "N")]
+        blocks: Option<u64>,
+    },
+    /// Write SHA256SUMS, which says what every file has to be
+    Seal { dir: PathBuf },
+    /// Compare every file with SHA256SUMS
+    Verify { dir: PathBuf },
+    /// Write a second folder with the weights in kernel layout; loading it packs nothing
+    Prepare {
+        dir: PathBuf,
+        /// Folder to make
+        out: PathBuf,
+        /// none, int8, int4
+        #[arg(long)]
+        quantization: Option<String>,
+        /// auto, bfloat16, float32
+        #[arg(long)]
+        dtype: Option<String>,
+    },
+}
+
+/// `90s`, `10m`, `1.5h`; a bare number is seconds.
+fn seconds(text: &str) -> Result<f64, String> {
+    let units = [("ms", 0.001), ("s", 1.0), ("m", 60.0), ("h", 3600.0), ("d", 86_400.0), ("", 1.0)];
+    let (digits, unit) = units.iter().find_map(|(u, f)| Some((text.strip_suffix(u)?, f))).unwrap_or((text, &1.0));
+    match digits.parse::<f64>() {
+        Ok(n) if n >= 0.0 && n.is_finite() => Ok(n * unit),
+        _ => Err("expected a duration such as 90s, 10m or 0".to_owned()),
+    }
+}
+
+/// `10%` or `10`.
+fn percent(text: &str) -> Result<f64, String> {
+    match text.strip_suffix('%').unwrap_or(text).trim().parse::<f64>() {
+        Ok(n) if n > 0.0 && n <= 100.0 => Ok(n),
+        _ => Err("expected a share above 0 % and up to 100 %, such as 10%".to_owned()),
+    }
+}
+
 #[derive(Debug, Args)]
 pub(crate) struct SwapArgs {
-    /// Folder of the new model
+    /// Folder of the new model, or a name that `model add` gave to one
     pub(crate) model: PathBuf,
     /// Names to serve it under [default: the present ones]
     #[arg(long)]
@@ -263,11 +340,11 @@ pub(crate) struct SwapArgs {
     /// auto, side-by-side, stop-first
     #[arg(long, default_value = "auto")]
     pub(crate) strategy: String,
-    /// Seconds the old one stays warm
-    #[arg(long, default_value_t = 600.0)]
-    pub(crate) observe: f64,
-    /// Share of the keys that go to the new one meanwhile, in percent
-    #[arg(long)]
+    /// How long the old one stays warm: 10m, 90s, 0 [default: rollout.observe]
+    #[arg(long, value_name = "DURATION", value_parser = seconds)]
+    pub(crate) observe: Option<f64>,
+    /// Share of the keys that go to the new one meanwhile: 10%
+    #[arg(long, value_name = "PERCENT", value_parser = percent)]
     pub(crate) canary: Option<f64>,
     /// Take a model without a manifest
     #[arg(long)]
@@ -325,7 +402,7 @@ pub(crate) struct DoctorArgs {
 pub(crate) struct BenchArgs {
     #[command(flatten)]
     pub(crate) api: ApiArgs,
-    /// A named load: a10-512-256 (N2), batch8 (E3), c100-320 (N6), chat (short), long
+    /// A named load: a10-512-256 (N2), batch8 (E3), c100-320 (N6), chat (short), long; swap: swaps under steady load
     #[arg(long)]
     pub(crate) profile: Option<String>,
     /// Requests at the same time
@@ -349,7 +426,38 @@ pub(crate) struct BenchArgs {
     /// Chooses the prompts; another seed meets no cached prefix of an earlier run
     #[arg(long, default_value_t = 1)]
     pub(crate) seed: u64,
+    /// swap: folders or names of the models to swap to, in turns
+    #[arg(long, value_delimiter = ',')]
+    pub(crate) models: Vec<PathBuf>,
+    /// swap: how often
+    #[arg(long, value_name = "N", default_value_t = 10)]
+    pub(crate) swaps: u32,
+    /// swap: how long each new model is observed
+    #[arg(long, value_name = "DURATION", value_parser = seconds, default_value = "5s")]
+    pub(crate) observe: f64,
+    /// swap: requests per second
+    #[arg(long, value_name = "N", default_value_t = 50.0)]
+    pub(crate) rate: f64,
     /// A second server to measure right after, side by side
     #[arg(long, value_name = "URL")]
     pub(crate) compare: Option<String>,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn durations_and_shares_are_taken_as_people_write_them() {
+        for (text, n) in [("10m", 600.0), ("90s", 90.0), ("0", 0.0), ("1.5h", 5400.0), ("250ms", 0.25), ("5", 5.0)] {
+            assert_eq!(seconds(text), Ok(n), "{text}");
+        }
+        for text in ["", "soon", "-1s", "nan", "inf"] {
+            assert!(seconds(text).is_err(), "{text}");
+        }
+        assert_eq!((percent("10%"), percent("2.5")), (Ok(10.0), Ok(2.5)));
+        for text in ["0", "0%", "101%", "x"] {
+            assert!(percent(text).is_err(), "{text}");
+        }
+    }
 }

@@ -1,5 +1,6 @@
 //! `bench`: puts a load on an API and shows what its clients would see; the load itself is `load`'s.
 
+use super::bench_swap;
 use crate::cli::BenchArgs;
 use crate::client::Admin;
 use crate::load::{self, LoadPlan, LoadReport, PromptKind, Summary};
@@ -8,6 +9,7 @@ use anyhow::{Context, Result};
 use ernie_proto::admin::Status;
 use indicatif::{ProgressBar, ProgressStyle};
 use std::io::IsTerminal;
+use std::process::ExitCode;
 use std::time::Duration;
 
 /// A request that takes longer is a failure.
@@ -25,7 +27,7 @@ const PROFILES: &[Profile] = &[
     ("long", [2, 2048, 128, 8]),
 ];
 
-pub(super) async fn run(admin: &Admin, json: bool, args: BenchArgs) -> Result<()> {
+pub(super) async fn run(admin: &Admin, json: bool, args: BenchArgs) -> Result<ExitCode> {
     let url = match &args.api.url {
         Some(url) => url.clone(),
         None => {
@@ -33,12 +35,16 @@ pub(super) async fn run(admin: &Admin, json: bool, args: BenchArgs) -> Result<()
             status.listening.into_iter().next().context("the daemon listens nowhere")?
         }
     };
+    if args.profile.as_deref() == Some("swap") {
+        return bench_swap::run(admin, json, &args, &url).await;
+    }
     let plan = plan(&args, url)?;
     let mut reports = vec![measure(&plan).await?];
     if let Some(url) = &args.compare {
         reports.push(measure(&LoadPlan { url: url.clone(), model: None, ..plan.clone() }).await?);
     }
-    show(json, &reports, |r| people(&plan, r))
+    show(json, &reports, |r| people(&plan, r))?;
+    Ok(ExitCode::SUCCESS)
 }
 
 fn plan(args: &BenchArgs, url: String) -> Result<LoadPlan> {
@@ -47,7 +53,7 @@ fn plan(args: &BenchArgs, url: String) -> Result<LoadPlan> {
     let (_, [users, input, output, requests]) = PROFILES
         .iter()
         .find(|(n, _)| *n == profile)
-        .with_context(|| format!("there is no profile {profile:?}; there are {}", known()))?;
+        .with_context(|| format!("there is no profile {profile:?}; there are {}, swap", known()))?;
     let size = |given: Option<u32>, default: u32| given.unwrap_or(default).max(1) as usize;
     Ok(LoadPlan {
         // A listener on every interface is reached through the loopback one.

@@ -52,12 +52,17 @@ fn print(json: bool, reply: &Reload, done: &str) -> Result<ExitCode> {
         for reason in &r.refused {
             out.push_str(&format!("{} {reason}\n", bad("refused:")));
         }
+        if let Some(model) = &r.model {
+            out.push_str(&format!("{model}\n"));
+        }
         out.push_str(&match (r.applied, r.changes.len()) {
+            (true, 0) if r.model.is_some() => String::new(),
             (true, 0) => "nothing has changed\n".to_owned(),
             (true, _) => format!("{}\n", good(done)),
             (false, _) => "nothing was changed\n".to_owned(),
         });
         out
     })?;
-    Ok(if reply.applied { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    let not_followed = reply.model.as_ref().is_some_and(|model| model.contains("was not rolled out"));
+    Ok(if reply.applied && !not_followed { ExitCode::SUCCESS } else { ExitCode::FAILURE })
 }

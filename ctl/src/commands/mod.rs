@@ -2,12 +2,14 @@
 
 mod audit;
 mod bench;
+mod bench_swap;
 mod chat;
 mod config;
 mod doctor;
 mod events;
 mod keys;
 mod logs;
+mod model;
 mod models;
 mod status;
 mod top;
@@ -37,7 +39,8 @@ pub(crate) async fn run(cli: Cli) -> Result<ExitCode> {
         Verb::Usage { days } => keys::usage(&admin, json, days).await?,
         Verb::Audit { act } => return audit::run(&admin, json, act).await,
         Verb::Swap(args) => return models::swap(&admin, json, args).await,
-        Verb::Rollback { reason } => models::rollback(&admin, json, reason).await?,
+        Verb::Rollback { reason, no_wait } => return models::rollback(&admin, json, reason, no_wait).await,
+        Verb::Model { act } => return model::run(&admin, json, act).await,
         Verb::ResetPrefixCache => {
             let done: Done = admin.post("/v1/prefix-cache/reset", &serde_json::json!({})).await?;
             output::show(json, &done, |d| format!("{}\n", d.message))?;
@@ -46,7 +49,7 @@ pub(crate) async fn run(cli: Cli) -> Result<ExitCode> {
         Verb::Events { lines } => events::run(&admin, json, lines).await?,
         Verb::Chat(args) => chat::run(&admin, args).await?,
         Verb::Doctor(args) => return doctor::run(&admin, json, args).await,
-        Verb::Bench(args) => bench::run(&admin, json, args).await?,
+        Verb::Bench(args) => return bench::run(&admin, json, args).await,
         Verb::Completions { shell } => {
             let mut script = Vec::new();
             clap_complete::generate(shell, &mut Cli::command(), "ernie-ctl", &mut script);

@@ -67,6 +67,9 @@ fn people(s: &Status) -> String {
         );
         line("revision", m.revision.clone());
         line("folder", m.dir.display().to_string());
+        if let Some(configured) = &m.configured_dir {
+            line("", format!("swapped in; the configuration names {}", configured.display()));
+        }
         line("compute", format!("{}, {} threads per worker", m.isa, m.threads));
     }
     line(
@@ -115,9 +118,27 @@ fn people(s: &Status) -> String {
     );
     if s.rollout.phase != "steady" {
         let left = s.rollout.seconds_left.map(|l| format!(", {} left", seconds(l))).unwrap_or_default();
-        line("rollout", format!("{} of {}{left}", s.rollout.phase, s.rollout.candidate.as_deref().unwrap_or("?")));
+        let strategy = s.rollout.strategy.as_ref().map(|w| format!(", {w}")).unwrap_or_default();
+        let canary = s.rollout.canary_percent.map(|p| format!(", {p} % of the keys")).unwrap_or_default();
+        let candidate = s.rollout.candidate.as_deref().unwrap_or("?");
+        line("rollout", format!("{} of {candidate}{strategy}{canary}{left}", s.rollout.phase));
     } else if let Some(last) = &s.rollout.last {
         line("rollout", format!("the last one: {last}"));
+    }
+    if let Some(previous) = s.rollout.previous.as_ref().filter(|_| s.rollout.phase == "steady") {
+        line("previous", format!("{} (`ernie-ctl rollback` goes back to it)", previous.display()));
+    }
+    if s.deployments.len() > 1 {
+        for d in &s.deployments {
+            let revision: String = d.revision.chars().take(16).collect();
+            line(
+                "",
+                format!(
+                    "{} {}: revision {revision}, {} requests under way, {} ended, {} failed",
+                    d.id, d.role, d.requests, d.requests_finished, d.requests_failed
+                ),
+            );
+        }
     }
     let c = &s.counters;
     let mut events = Vec::new();

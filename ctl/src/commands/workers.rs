@@ -9,9 +9,13 @@ use ernie_proto::admin::{Done, Drain, Drained, RestartWorker, Workers};
 
 pub(super) async fn run(admin: &Admin, json: bool, act: Option<WorkersAct>) -> Result<()> {
     match act {
-        None => {
+        None | Some(WorkersAct::List) => {
             let workers: Workers = admin.get("/v1/workers").await?;
             show(json, &workers, |w| status::workers(&w.workers))
+        }
+        Some(WorkersAct::Drain { worker }) => {
+            let done: Done = admin.post("/v1/workers/restart", &RestartWorker { worker, graceful: true }).await?;
+            show(json, &done, |d| format!("{}\n", d.message))
         }
         Some(WorkersAct::Restart { worker, graceful }) => {
             let done: Done = admin.post("/v1/workers/restart", &RestartWorker { worker, graceful }).await?;

@@ -6,6 +6,7 @@
 //! requests / wall time. Token counts are the server's own (`usage`).
 
 mod prompts;
+pub(crate) mod steady;
 mod stream;
 
 pub(crate) use prompts::PromptKind;

@@ -27,6 +27,8 @@ pub(super) struct Outcome {
     pub(super) latency: Duration,
     pub(super) prompt_tokens: usize,
     pub(super) output_tokens: usize,
+    /// `system_fingerprint`: which build and revision answered. One for the whole answer.
+    pub(super) fingerprint: Option<String>,
 }
 
 impl Target {
@@ -74,9 +76,14 @@ impl Target {
         let (mut first, mut last, mut gaps, mut usage) = (None, begin, Vec::new(), (0, 0));
         // Control tokens have no text: an answer of nothing else is timed by its first event with a choice.
         let mut answered = None;
+        let mut fingerprint: Option<String> = None;
         while let Some(event) = events.next().await? {
             let now = Instant::now();
             ensure!(event.get("error").is_none(), "error event: {event}");
+            if let Some(given) = event["system_fingerprint"].as_str() {
+                let before = fingerprint.get_or_insert_with(|| given.to_owned());
+                ensure!(before == given, "{MIXED}: it began with {before} and went on with {given}");
+            }
             if let Some(u) = event.get("usage").filter(|u| u.is_object()) {
                 let count = |key: &str| u[key].as_u64().unwrap_or_default() as usize;
                 usage = (count("prompt_tokens"), count("completion_tokens"));
@@ -95,7 +102,7 @@ impl Target {
         }
         let ttft = first.or(answered.filter(|_| usage.1 > 0)).context("the stream ended without a token")?;
         let output_tokens = if usage.1 > 0 { usage.1 } else { gaps.len() + 1 };
-        Ok(Outcome { ttft, gaps, latency: begin.elapsed(), prompt_tokens: usage.0, output_tokens })
+        Ok(Outcome { ttft, gaps, latency: begin.elapsed(), prompt_tokens: usage.0, output_tokens, fingerprint })
     }
 
     async fn send(&self, method: &str, path: &str, body: Bytes) -> Result<http::Response<Incoming>> {
@@ -121,6 +128,9 @@ fn has_text(event: &Value) -> bool {
         .any(|t| t.as_str().is_some_and(|t| !t.is_empty()))
 }
 
+/// How the error of an answer of two revisions begins.
+pub(super) const MIXED: &str = "mixed answer";
+
 /// `data:` events of a response body.
 struct Events {
     body: Incoming,
@@ -145,7 +155,7 @@ impl Events {
                         self.buffer.extend_from_slice(&data);
                     }
                 }
-                None => return Ok(None),
+                None => bail!("the stream ended without [DONE]"),
             }
         }
     }
