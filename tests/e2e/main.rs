@@ -2,5 +2,9 @@
 
 mod answers;
 mod faults;
+mod models;
 mod operate;
 mod python;
+mod storm;
+mod swap;
+mod watch;

@@ -44,6 +44,7 @@ pub struct TestDaemon {
     pub address: String,
     pub state: TempDir,
     pub socket: PathBuf,
+    options: DaemonOptions,
     log: watch::Receiver<Vec<String>>,
 }
 
@@ -63,24 +64,28 @@ impl TestDaemon {
     pub async fn spawn(options: DaemonOptions) -> Result<Self> {
         let state = tempfile::Builder::new().prefix("ernied-test").tempdir()?;
         let socket = state.path().join("admin.sock");
-        let mut command = Command::new(binary("ernied")?);
-        command.arg("serve");
-        match &options.model {
-            Some(model) => command.arg(model),
-            None => command.arg("--demo"),
-        };
-        command.args(["--host", "127.0.0.1", "--port", "0"]);
-        command.arg("--state-dir").arg(state.path()).arg("--admin-socket").arg(&socket);
-        command.args(&options.flags).envs(options.environment.iter().map(|(k, v)| (k, v)));
-        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
-        let mut child = command.spawn().context("ernied does not start")?;
-        let (sender, log) = watch::channel(Vec::new());
-        let stdout = child.stdout.take().context("stdout")?;
-        let stderr = child.stderr.take().context("stderr")?;
-        let also = sender.clone();
-        tokio::spawn(async move { pump(stdout, sender).await });
-        tokio::spawn(async move { pump(stderr, also).await });
-        Ok(Self { child, address: String::new(), state, socket, log })
+        let (child, log) = launch(&options, state.path(), &socket)?;
+        Ok(Self { child, address: String::new(), state, socket, options, log })
+    }
+
+    /// Kills the daemon (SIGKILL) if it still runs, and starts the next one on the same state.
+    pub async fn restart(&mut self) -> Result<()> {
+        self.respawn().await?;
+        self.wait_until_serving().await
+    }
+
+    /// As [`TestDaemon::restart`], without waiting.
+    pub async fn respawn(&mut self) -> Result<()> {
+        // An error means that it has ended already.
+        let _ = self.child.start_kill();
+        self.child.wait().await?;
+        (self.child, self.log) = launch(&self.options, self.state.path(), &self.socket)?;
+        Ok(())
+    }
+
+    /// Flags and model of the next start.
+    pub fn options_mut(&mut self) -> &mut DaemonOptions {
+        &mut self.options
     }
 
     pub async fn wait_until_serving(&mut self) -> Result<()> {
@@ -150,6 +155,28 @@ impl TestDaemon {
             .filter(|l| l.strip_prefix(name).is_some_and(|rest| rest.starts_with('{') || rest.starts_with(' ')));
         Ok(values.filter_map(|l| l.rsplit(' ').next()?.parse::<f64>().ok()).sum())
     }
+}
+
+fn launch(options: &DaemonOptions, state: &Path, socket: &Path) -> Result<(Child, watch::Receiver<Vec<String>>)> {
+    let mut command = Command::new(binary("ernied")?);
+    command.arg("serve");
+    match &options.model {
+        Some(model) => command.arg(model),
+        None if options.flags.iter().any(|flag| flag == "--config") => &mut command,
+        None => command.arg("--demo"),
+    };
+    command.args(["--host", "127.0.0.1", "--port", "0"]);
+    command.arg("--state-dir").arg(state).arg("--admin-socket").arg(socket);
+    command.args(&options.flags).envs(options.environment.iter().map(|(k, v)| (k, v)));
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped()).kill_on_drop(true);
+    let mut child = command.spawn().context("ernied does not start")?;
+    let (sender, log) = watch::channel(Vec::new());
+    let stdout = child.stdout.take().context("stdout")?;
+    let stderr = child.stderr.take().context("stderr")?;
+    let also = sender.clone();
+    tokio::spawn(async move { pump(stdout, sender).await });
+    tokio::spawn(async move { pump(stderr, also).await });
+    Ok((child, log))
 }
 
 async fn pump(from: impl tokio::io::AsyncRead + Unpin, to: watch::Sender<Vec<String>>) {

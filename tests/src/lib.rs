@@ -6,6 +6,8 @@
 pub mod client;
 pub mod daemon;
 pub mod demo;
+pub mod models;
+pub mod storm;
 
 pub use client::{Client, Response, SseReader};
 pub use daemon::{DaemonOptions, TestDaemon, binary, ctl};

@@ -40,6 +40,13 @@ fn deny(sh: &Shell) -> Result<()> {
     Ok(())
 }
 
+/// The long versions of what the end-to-end tests do briefly (`tests/src/bin/chaos.rs`), on release binaries.
+pub(crate) fn chaos(sh: &Shell, arguments: &[String]) -> Result<()> {
+    cmd!(sh, "cargo build --release -p ernied -p ernie-ctl -p ernied-tests --bins").run()?;
+    cmd!(sh, "cargo run --release -q -p ernied-tests --bin chaos -- {arguments...}").run()?;
+    Ok(())
+}
+
 /// Interleaves `cargo bench`-like runs of the working tree and of `rev`: single runs on shared machines mean nothing.
 pub(crate) fn ab(sh: &Shell, rev: Option<&str>) -> Result<()> {
     let rev = rev.context("usage: cargo xtask ab REV")?;

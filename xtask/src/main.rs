@@ -17,6 +17,7 @@ cargo xtask COMMAND
   tidy         the import rules and other invariants of docs/architecture.md
   lint         fmt, clippy, tidy, deny
   versus …     ernied against another server, interleaved; --help tells the options
+  chaos …      swap: ten swaps under steady load; storm: 200 random sequences of swaps and kills; with figures
   install      binaries, units, man pages, completions: --root DIR --prefix /usr
   ab REV       interleave the engine benchmark of this tree and of REV, print the ratio
 ";
@@ -40,6 +41,7 @@ fn main() -> Result<()> {
             Ok(())
         }
         "versus" => versus::run(&sh, &rest),
+        "chaos" => check::chaos(&sh, &rest),
         "install" => install::run(&sh, &project_root(), &rest),
         "ab" => check::ab(&sh, rest.first().map(String::as_str)),
         _ => {

@@ -27,7 +27,7 @@ const DAEMON_IMPORTS: &[(&str, &[&str])] = &[
             "cli",
         ],
     ),
-    ("cli", &["config"]),
+    ("cli", &["config", "offline"]),
     (
         "http",
         &[
@@ -55,6 +55,8 @@ const DAEMON_IMPORTS: &[(&str, &[&str])] = &[
     ("system", &["config"]),
     ("config", &[]),
     ("worker", &[]),
+    // `ernied model`: reads folders with whatever room knows them; nothing imports it but main.
+    ("offline", &["worker", "text", "model_store", "config"]),
 ];
 
 /// What a crate's manifest must not name, and why.
