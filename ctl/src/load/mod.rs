@@ -86,7 +86,7 @@ pub(crate) async fn run(plan: &LoadPlan, on_request: impl Fn() + Send + Sync + '
         prompts.calibrate(&target).await?;
     }
     // One unmeasured request: connections, caches, page faults.
-    target.once(prompts.make(u64::MAX), plan.output_tokens.min(8)).await.context("the warm-up request")?;
+    target.once(prompts.warm_up(), plan.output_tokens.min(8)).await.context("the warm-up request")?;
 
     let target = Arc::new(target);
     let prompts = Arc::new(prompts);

@@ -51,9 +51,19 @@ impl Prompts {
 
     /// The `prompt` of request `index`: text or an array of ids.
     pub(super) fn make(&self, index: u64) -> Value {
+        self.sized(self.shared, index)
+    }
+
+    /// A prompt as long as the others that begins as none of them: nothing of theirs is in a cache afterwards.
+    pub(super) fn warm_up(&self) -> Value {
+        // u64::MAX itself would draw what the shared part is made of.
+        self.sized(0, u64::MAX - 3)
+    }
+
+    fn sized(&self, shared_tokens: usize, index: u64) -> Value {
         let scale = if self.kind == PromptKind::Words { self.words_per_token } else { 1.0 };
         let total = (((self.tokens as f64 - self.overhead_tokens) * scale).round() as usize).max(1);
-        let shared = ((self.shared as f64 * scale).round() as usize).min(total);
+        let shared = ((shared_tokens as f64 * scale).round() as usize).min(total);
         self.units(total, shared, index)
     }
 
