@@ -5,15 +5,17 @@
 mod step;
 mod validate;
 
-use crate::config::EngineConfig;
+use crate::config::{EngineConfig, SwapControl};
+use crate::kv::disk_tier::DiskTier;
 use crate::kv::prefix_cache::ChainHash;
 use crate::kv::{BlockTable, KeySpace, KvBlocks};
-use crate::outputs::EngineStats;
+use crate::outputs::{EngineStats, KvReport, KvSequence, KvState};
 use crate::params::{EngineRequest, RequestId};
 use crate::runner::{ModelRunner, RunnerError, RunnerLimits, StepBatch};
 use crate::sampling::grammar::{CompiledGrammar, GrammarCompiler, GrammarError};
 use crate::sampling::penalties::Seen;
 use crate::sampling::{RESERVE, Sampler};
+use crate::scheduler::fair::Fare;
 use crate::scheduler::plan::RowUse;
 use crate::scheduler::{Budget, Scheduler};
 use crate::sequence::{Key, Order, Request, Requests, Sequence, Sequences, State};
@@ -21,6 +23,9 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 use step::RowSlot;
 use validate::RequestBounds;
+
+/// What an answer is thought to take when its owner's turn is worked out: what clients allow says little.
+const ANSWER_ESTIMATE: u32 = 128;
 
 /// Why a request is not taken. All are the caller's to mend; none may be retried as it is.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -115,7 +120,7 @@ impl<R: ModelRunner> Engine<R> {
             limits,
             budget,
             max_len: limits.max_model_len.min(limits.num_blocks.saturating_mul(limits.block_size)),
-            scheduler: Scheduler::new(budget.sequences),
+            scheduler: Scheduler::new(budget.sequences, config.aging_tokens),
             kv: KvBlocks::new(limits.num_blocks, limits.block_size, config.block_run, chain, config.swap, block_bytes),
             sequences: Sequences::default(),
             requests: Requests::default(),
@@ -171,6 +176,16 @@ impl<R: ModelRunner> Engine<R> {
         }
     }
 
+    /// Ends one choice of a request and frees its blocks before the next step; the others go on. False if it is not (or no
+    /// longer) here.
+    pub fn end_choice(&mut self, request: RequestId, choice: u16) -> bool {
+        let Some(&key) = self.by_id.get(&request) else { return false };
+        let of_choice = |&sequence: &Key| self.sequences[sequence].choice() == choice;
+        let Some(sequence) = self.requests[key].sequences.iter().copied().find(of_choice) else { return false };
+        self.remove_sequence(sequence);
+        true
+    }
+
     /// Whether any request is unfinished.
     pub fn has_work(&self) -> bool {
         !self.scheduler.is_idle()
@@ -202,9 +217,58 @@ impl<R: ModelRunner> Engine<R> {
         }
     }
 
+    /// Who holds the KV blocks now.
+    pub fn kv_report(&self) -> KvReport {
+        let count = |count: usize| u32::try_from(count).unwrap_or(u32::MAX);
+        let (pool, swap) = (self.kv.pool(), self.kv.swap());
+        KvReport {
+            blocks_total: pool.total(),
+            blocks_empty: pool.free() - pool.cached(),
+            blocks_cached: pool.cached(),
+            blocks_used: pool.total() - pool.free(),
+            blocks_shared: count((0..pool.total()).filter(|&block| pool.refs(block) > 1).count()),
+            swap_blocks_total: swap.total(),
+            swap_blocks_used: swap.used(),
+            swap_blocks_preempted: swap.preempted(),
+            disk_blocks_total: swap.disk().map_or(0, DiskTier::total),
+            disk_blocks_used: swap.disk().map_or(0, DiskTier::used),
+            disk_blocks_restored: swap.disk().map_or(0, |disk| disk.history().0),
+            disk_blocks_corrupt: swap.disk().map_or(0, |disk| disk.history().1),
+            sequences: (self.sequences.iter())
+                .map(|sequence| KvSequence {
+                    request: self.requests[sequence.request].id,
+                    choice: sequence.choice(),
+                    owner: sequence.owner,
+                    state: match sequence.state {
+                        State::Waiting => KvState::Waiting,
+                        State::Running => KvState::Running,
+                        State::Preempted => KvState::Preempted,
+                    },
+                    blocks: count(sequence.table.blocks().len()),
+                    tokens: count(sequence.len()),
+                })
+                .collect(),
+        }
+    }
+
     /// Forgets every cached prefix; running sequences keep what they have.
     pub fn reset_prefix_cache(&mut self) {
         self.kv.forget_prefixes();
+    }
+
+    /// Puts a file below the swap space. What it holds from an earlier life is found again.
+    pub fn attach_disk(&mut self, disk: DiskTier) {
+        self.kv.attach(disk);
+    }
+
+    /// Changes what goes to the swap space from now on. No token depends on it.
+    pub fn set_swap(&mut self, control: SwapControl) {
+        self.config.swap.control = control;
+        self.kv.set_swap(control);
+    }
+
+    pub fn swap_control(&self) -> SwapControl {
+        self.config.swap.control
     }
 
     pub fn config(&self) -> &EngineConfig {
@@ -214,6 +278,10 @@ impl<R: ModelRunner> Engine<R> {
     /// Longest sequence, prompt and answer together: the model's limit, or what the KV blocks hold.
     pub fn max_len(&self) -> u32 {
         self.max_len
+    }
+
+    pub fn runner_mut(&mut self) -> &mut R {
+        &mut self.runner
     }
 
     pub fn runner(&self) -> &R {
@@ -248,7 +316,7 @@ impl<R: ModelRunner> Engine<R> {
     }
 
     fn insert(&mut self, request: EngineRequest, grammar: Option<&CompiledGrammar>) {
-        let EngineRequest { id, prompt, choices, sampling, priority, cache_salt } = request;
+        let EngineRequest { id, prompt, choices, sampling, priority, cache_salt, owner } = request;
         let arrival = self.arrivals;
         self.arrivals += 1;
         let space = match self.config.enable_prefix_caching {
@@ -264,8 +332,15 @@ impl<R: ModelRunner> Engine<R> {
         });
         let params = Arc::new(sampling);
         let distinct = Seen::distinct(&params, &prompt);
+        let running = choices.iter().filter(|choice| !choice.finished).count();
+        let cost = prompt.len() as u64 + running as u64 * u64::from(params.max_tokens.min(ANSWER_ESTIMATE));
+        let fare = Fare { class: priority, owner, charged: cost };
+        let tag = if self.config.fair_share { self.scheduler.arrive(fare) } else { 0 };
+        let cost = if self.config.fair_share { cost } else { 0 };
         let key = self.requests.insert(Request {
             id,
+            fare,
+            used: 0,
             sequences: Vec::with_capacity(choices.len()),
             started: false,
             prefilling: None,
@@ -280,7 +355,7 @@ impl<R: ModelRunner> Engine<R> {
             let state = grammar.map(|grammar| grammar.after(&generated));
             let blocks = (prompt.len() + reserve).div_ceil(self.limits.block_size as usize) + 1;
             let sequence = self.sequences.insert(Sequence {
-                order: Order { priority, arrival, choice },
+                order: Order { priority, tag, cost, arrival, choice },
                 request: key,
                 prompt: prompt.clone(),
                 params: params.clone(),
@@ -290,6 +365,9 @@ impl<R: ModelRunner> Engine<R> {
                 computed: 0,
                 table: BlockTable::with_capacity(blocks),
                 state: State::Waiting,
+                owner,
+                waits_since: self.scheduler.clock(),
+                displaced: 0,
             });
             self.requests[key].sequences.push(sequence);
             self.scheduler.wait(sequence, &self.sequences);
@@ -302,6 +380,9 @@ impl<R: ModelRunner> Engine<R> {
         }
         let request = self.requests.remove(key);
         self.by_id.remove(&request.id);
+        if self.config.fair_share {
+            self.scheduler.leave(request.fare, request.used);
+        }
     }
 
     /// A choice is over; the request too when it was the last.

@@ -14,6 +14,9 @@ pub mod sampling;
 pub mod scheduler;
 pub mod sequence;
 
-pub use config::{EngineConfig, SwapConfig, SwapPolicy};
+pub use config::{EngineConfig, SwapConfig, SwapControl, SwapPolicy};
 pub use engine::{AddError, Engine, EngineError};
-pub use outputs::{EngineStats, FinishReason, PromptLogprobs, SequenceOutput, Started, StepOutputs, TokenLogprobs};
+pub use outputs::{
+    EngineStats, FinishReason, KvReport, KvSequence, KvState, PromptLogprobs, SequenceOutput, Started, StepOutputs,
+    TokenLogprobs,
+};

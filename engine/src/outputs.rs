@@ -85,6 +85,50 @@ pub enum FinishReason {
     Error,
 }
 
+/// Who holds the KV blocks.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct KvReport {
+    pub blocks_total: u32,
+    /// Blocks that no sequence refers to and that hold nothing worth keeping.
+    pub blocks_empty: u32,
+    /// Free, but still holding a prefix that may be hit.
+    pub blocks_cached: u32,
+    /// Blocks that sequences refer to.
+    pub blocks_used: u32,
+    /// Of these, blocks that several refer to.
+    pub blocks_shared: u32,
+    pub swap_blocks_total: u32,
+    pub swap_blocks_used: u32,
+    /// Of these, copies of preempted sequences.
+    pub swap_blocks_preempted: u32,
+    pub disk_blocks_total: u32,
+    pub disk_blocks_used: u32,
+    /// Found from an earlier life.
+    pub disk_blocks_restored: u32,
+    /// Did not read back as written, and were computed again.
+    pub disk_blocks_corrupt: u64,
+    /// All sequences that have not ended.
+    pub sequences: Vec<KvSequence>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct KvSequence {
+    pub request: RequestId,
+    pub choice: u16,
+    pub owner: u64,
+    pub state: KvState,
+    pub blocks: u32,
+    /// Of prompt and answer, as far as known.
+    pub tokens: u32,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KvState {
+    Waiting,
+    Running,
+    Preempted,
+}
+
 /// Figures of the engine; counters are since it was built.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct EngineStats {

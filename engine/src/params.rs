@@ -82,6 +82,8 @@ pub struct EngineRequest {
     /// Lower is earlier; ties go by arrival.
     pub priority: i32,
     pub cache_salt: u64,
+    /// Whose request it is; owners get equal shares while they compete.
+    pub owner: u64,
 }
 
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

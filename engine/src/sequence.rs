@@ -7,12 +7,18 @@ use crate::kv::{BlockTable, Content, KeySpace, Tokens};
 use crate::outputs::TokenLogprobs;
 use crate::params::{RequestId, SamplingParams};
 use crate::sampling::Sampler;
+use crate::scheduler::fair::Fare;
 use std::sync::Arc;
 
-/// Who goes first: lower priority numbers, then earlier arrivals, then lower choices. Nobody is equal to another.
+/// Who goes first: lower priority numbers, then those whose owner is due earlier, of these the shorter, then earlier arrivals,
+/// then lower choices. Nobody is equal to another. Only ageing changes it, at most once.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Order {
     pub priority: i32,
+    /// See `scheduler::fair`.
+    pub tag: u64,
+    /// Tokens that it is expected to take.
+    pub cost: u64,
     pub arrival: u64,
     pub choice: u16,
 }
@@ -31,6 +37,11 @@ pub struct Sequence {
     pub table: BlockTable,
     pub sampler: Sampler,
     pub state: State,
+    pub owner: u64,
+    /// Tokens computed by the engine when it began to wait.
+    pub waits_since: u64,
+    /// How often it made room for somebody who was due earlier.
+    pub displaced: u8,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -81,6 +92,9 @@ pub struct Request {
     pub started: bool,
     /// The running sequence that computes the prompt; the others wait for its blocks.
     pub prefilling: Option<Key>,
+    /// What its owner was charged, and the tokens that it did use.
+    pub fare: Fare,
+    pub used: u64,
     /// Log-probabilities of prompt tokens, as far as known, when they were asked for; taken when complete.
     pub prompt_logprobs: Option<Vec<Option<TokenLogprobs>>>,
 }

@@ -5,10 +5,12 @@
 mod common;
 
 use common::{golden, golden_dir, load, random_model, small, small_f32};
+use ernie_engine::kv::disk_tier::{DiskConfig, DiskTier};
 use ernie_engine::params::{ChoiceSoFar, EngineRequest, RequestId, SamplingParams};
+use ernie_engine::runner::ModelRunner;
 use ernie_engine::runner::cpu::CpuRunner;
 use ernie_engine::runner::options::LoadOptions;
-use ernie_engine::{Engine, EngineConfig, StepOutputs, SwapConfig, SwapPolicy};
+use ernie_engine::{Engine, EngineConfig, StepOutputs, SwapConfig, SwapControl, SwapPolicy};
 use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
@@ -29,6 +31,7 @@ fn request(id: u64, prompt: Vec<u32>) -> EngineRequest {
         sampling: SamplingParams { max_tokens: ANSWER, ..SamplingParams::default() },
         priority: 0,
         cache_salt: 0,
+        owner: 0,
     }
 }
 
@@ -123,12 +126,30 @@ fn holds_the_promise(options: &LoadOptions) {
 
     let tight = blocks(options, 16);
     for (policy, swapped) in [(SwapPolicy::Off, false), (SwapPolicy::OnPressure, true), (SwapPolicy::Always, true)] {
-        let config = EngineConfig { swap: SwapConfig { policy, space_bytes: 8 << 20 }, ..EngineConfig::default() };
+        let config = EngineConfig {
+            swap: SwapConfig { control: SwapControl::of(policy), space_bytes: 8 << 20 },
+            ..EngineConfig::default()
+        };
         let mut squeezed = engine(&tight, config);
         let answers = of_subjects(run(&mut squeezed, company(4).chain(subjects())));
         assert_eq!(answers, alone, "with {policy:?} in 16 blocks");
         let stats = squeezed.stats();
         assert!(stats.preemptions > 0 && (stats.swapped_in_blocks > 0) == swapped, "{policy:?}: {stats:?}");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    for life in 0..2 {
+        let control = SwapControl::of(SwapPolicy::Always);
+        let space_bytes = 8 * engine(&tight, EngineConfig::default()).runner().block_bytes() as u64;
+        let config = EngineConfig { swap: SwapConfig { control, space_bytes }, ..EngineConfig::default() };
+        let mut squeezed = engine(&tight, config);
+        let disk = DiskConfig { path: folder.path().join("kv"), bytes: 8 << 20, identity: 1 };
+        let block_bytes = squeezed.runner().block_bytes();
+        squeezed.attach_disk(DiskTier::open(&disk, block_bytes, 16).unwrap());
+        let answers = of_subjects(run(&mut squeezed, company(4).chain(subjects())));
+        assert_eq!(answers, alone, "with a file below 8 blocks of memory, life {life}");
+        let report = squeezed.kv_report();
+        assert!(report.disk_blocks_used > 8 && report.disk_blocks_corrupt == 0, "{report:?}");
+        assert_eq!(report.disk_blocks_restored > 0, life == 1, "{report:?}");
     }
     for cut in [1, 2, 11, 23] {
         let mut taken_over = engine(options, EngineConfig::default());

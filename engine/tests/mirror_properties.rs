@@ -11,15 +11,18 @@
 //!
 //! `PROPTEST_CASES` raises the number of cases, `PROPTEST_RNG_SEED` repeats a run.
 
+use ernie_engine::kv::disk_tier::{DiskConfig, DiskTier};
 use ernie_engine::params::{ChoiceSoFar, EngineRequest, RepetitionDetection, RequestId, SamplingParams};
 use ernie_engine::runner::RunnerLimits;
 use ernie_engine::runner::mirror::{FAILED_ON_PURPOSE, Faults, MirrorRunner};
 use ernie_engine::{
-    Engine, EngineConfig, EngineStats, FinishReason, SequenceOutput, StepOutputs, SwapConfig, SwapPolicy, TokenLogprobs,
+    Engine, EngineConfig, EngineStats, FinishReason, SequenceOutput, StepOutputs, SwapConfig, SwapControl, SwapPolicy,
+    TokenLogprobs,
 };
 use proptest::prelude::*;
 use proptest::strategy::ValueTree;
 use std::collections::BTreeMap;
+use std::os::unix::fs::FileExt;
 use std::sync::Arc;
 
 const VOCABULARY: u32 = 40;
@@ -70,6 +73,10 @@ struct World {
     sequences: u32,
     config: EngineConfig,
     faults: Faults,
+    /// Blocks in a file below the swap space; its bytes are damaged now and then.
+    disk: Option<u8>,
+    /// What an operator, or the measured costs, change while it runs: so many steps after the one before.
+    switches: Vec<(u32, SwapControl)>,
     visits: Vec<Visit>,
 }
 
@@ -126,6 +133,12 @@ fn resumed(request: &EngineRequest, whole: &Answers, parts: [u8; 4]) -> Option<(
 /// Runs a world and holds it to the properties.
 fn run(world: &World) -> Result<EngineStats, TestCaseError> {
     let mut engine = Engine::new(world.config.clone(), MirrorRunner::with_faults(limits(world), world.faults));
+    let folder = world.disk.map(|slots| {
+        let folder = tempfile::tempdir().unwrap();
+        let config = DiskConfig { path: folder.path().join("kv"), bytes: u64::from(slots) * 4096, identity: 7 };
+        engine.attach_disk(DiskTier::open(&config, BLOCK as usize * 8, BLOCK).unwrap());
+        folder
+    });
     let mut visits = Vec::new();
     for visit in &world.visits {
         if visit.request.prompt.len() + 1 > engine.max_len() as usize {
@@ -147,6 +160,11 @@ fn run(world: &World) -> Result<EngineStats, TestCaseError> {
     // Everything one after the other, one token a step, eight times over, would end before this.
     let work: usize = visits.iter().map(|(_, r, _)| r.choices.len() * 2 * LONGEST as usize).sum();
     let bound = last_arrival + 8 * u32::try_from(work).unwrap() + 100;
+    let mut switches = world.switches.iter().scan(0, |at, &(after, control)| {
+        *at += after;
+        Some((*at, control))
+    });
+    let mut switches = switches.by_ref().peekable();
     let mut step = 0;
     while step <= last_arrival || engine.has_work() {
         for (visit, request, expected) in &visits {
@@ -159,6 +177,14 @@ fn run(world: &World) -> Result<EngineStats, TestCaseError> {
                 prop_assert_eq!(engine.abort(request.id), !done);
                 prop_assert!(!engine.abort(request.id));
             }
+        }
+        if switches.peek().is_some_and(|(at, _)| *at <= step)
+            && let Some((_, control)) = switches.next()
+        {
+            engine.set_swap(control);
+        }
+        if let Some(folder) = folder.as_ref().filter(|_| step % 37 == 11) {
+            flip(&folder.path().join("kv"), u64::from(step));
         }
         let busy = engine.has_work();
         match engine.step(&mut out) {
@@ -194,6 +220,16 @@ fn run(world: &World) -> Result<EngineStats, TestCaseError> {
     prop_assert_eq!((after.blocks_cached, after.swap_blocks_used), (0, 0));
     engine.check().map_err(TestCaseError::fail)?;
     Ok(stats)
+}
+
+/// Damages a byte of a file, somewhere.
+fn flip(path: &std::path::Path, seed: u64) {
+    let file = std::fs::File::options().read(true).write(true).open(path).unwrap();
+    let at = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) % file.metadata().unwrap().len().max(1);
+    let mut byte = [0];
+    if file.read_exact_at(&mut byte, at).is_ok() {
+        file.write_all_at(&[byte[0] ^ 0x10], at).unwrap();
+    }
 }
 
 fn sampling() -> impl Strategy<Value = SamplingParams> {
@@ -242,9 +278,10 @@ fn prompt() -> impl Strategy<Value = Vec<u32>> {
 }
 
 fn visit() -> impl Strategy<Value = Visit> {
+    let whose = (0..2u64, 0..3u64);
     let fate = (0..24u32, proptest::option::weighted(0.2, 0..30u32), proptest::option::weighted(0.2, any::<[u8; 4]>()));
-    (prompt(), sampling(), 1..5usize, -1..2i32, 0..2u64, fate).prop_map(
-        |(prompt, sampling, n, priority, cache_salt, (arrives, aborted, resumed))| Visit {
+    (prompt(), sampling(), 1..5usize, -1..2i32, whose, fate).prop_map(
+        |(prompt, sampling, n, priority, (cache_salt, owner), (arrives, aborted, resumed))| Visit {
             request: EngineRequest {
                 id: RequestId(0),
                 prompt: Arc::new(prompt),
@@ -252,6 +289,7 @@ fn visit() -> impl Strategy<Value = Visit> {
                 sampling,
                 priority,
                 cache_salt,
+                owner,
             },
             arrives,
             aborted,
@@ -262,14 +300,30 @@ fn visit() -> impl Strategy<Value = Visit> {
 
 fn config() -> impl Strategy<Value = EngineConfig> {
     let policy = prop_oneof![Just(SwapPolicy::Off), Just(SwapPolicy::OnPressure), Just(SwapPolicy::Always)];
-    (any::<bool>(), 1..20u32, 1..9u32, policy, 0..20u64, any::<u64>()).prop_map(
-        |(enable_prefix_caching, max_prefill_chunk, block_run, policy, slots, seed)| EngineConfig {
+    let turns = (any::<bool>(), prop_oneof![Just(0u64), 1..200u64]);
+    (any::<bool>(), 1..20u32, 1..9u32, policy, 0..20u64, any::<u64>(), turns).prop_map(
+        |(enable_prefix_caching, max_prefill_chunk, block_run, policy, slots, seed, turns)| EngineConfig {
+            fair_share: turns.0,
+            aging_tokens: turns.1,
             enable_prefix_caching,
             max_prefill_chunk,
             block_run,
             seed,
-            swap: SwapConfig { policy, space_bytes: slots * u64::from(BLOCK) * 8 },
+            swap: SwapConfig { control: SwapControl::of(policy), space_bytes: slots * u64::from(BLOCK) * 8 },
             ..EngineConfig::default()
+        },
+    )
+}
+
+fn control() -> impl Strategy<Value = SwapControl> {
+    let policy = prop_oneof![Just(SwapPolicy::Off), Just(SwapPolicy::OnPressure), Just(SwapPolicy::Always)];
+    (policy, any::<bool>(), 0.0..1.0f32, 0.2..1.2f32, 0.0..1.0f32).prop_map(
+        |(policy, copies_pay, sequence_share, high_watermark, low_watermark)| SwapControl {
+            policy,
+            copies_pay,
+            sequence_share,
+            high_watermark,
+            low_watermark,
         },
     )
 }
@@ -278,8 +332,10 @@ fn world() -> impl Strategy<Value = World> {
     let faults = (proptest::option::weighted(0.1, 0..VOCABULARY), proptest::option::weighted(0.1, 40..80u64))
         .prop_map(|(not_finite_after, fail_every)| Faults { not_finite_after, fail_every });
     let sizes = (3..32u32, 1..48u32, 1..12u32);
-    (sizes, config(), faults, proptest::collection::vec(visit(), 1..16)).prop_map(
-        |((blocks, tokens, sequences), config, faults, mut visits)| {
+    let switches = proptest::collection::vec((1..30u32, control()), 0..4);
+    let disk = proptest::option::weighted(0.25, 0..12u8);
+    (sizes, config(), faults, (switches, disk), proptest::collection::vec(visit(), 1..16)).prop_map(
+        |((blocks, tokens, sequences), config, faults, (switches, disk), mut visits)| {
             for (visit, id) in visits.iter_mut().zip(0..) {
                 visit.request.id = RequestId(id);
                 // A bad logit in a prompt fails its request as a whole; `a_bad_logit_in_a_prompt_fails_the_request` has it.
@@ -287,7 +343,7 @@ fn world() -> impl Strategy<Value = World> {
                     visit.request.sampling.prompt_logprobs = None;
                 }
             }
-            World { blocks, tokens, sequences, config, faults, visits }
+            World { blocks, tokens, sequences, config, faults, disk, switches, visits }
         },
     )
 }

@@ -4,7 +4,7 @@ use ernie_engine::kv::ChainHash;
 use ernie_engine::params::{ChoiceSoFar, EngineRequest, Grammar, RequestId, SamplingParams};
 use ernie_engine::runner::RunnerLimits;
 use ernie_engine::runner::mirror::{Faults, MirrorRunner};
-use ernie_engine::{AddError, Engine, EngineConfig, FinishReason, StepOutputs, SwapConfig, SwapPolicy};
+use ernie_engine::{AddError, Engine, EngineConfig, FinishReason, StepOutputs, SwapConfig, SwapControl, SwapPolicy};
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
@@ -33,6 +33,7 @@ fn request(id: u64, prompt: Vec<u32>, max_tokens: u32) -> EngineRequest {
         sampling: SamplingParams { max_tokens, ..SamplingParams::default() },
         priority: 0,
         cache_salt: 0,
+        owner: 0,
     }
 }
 
@@ -162,7 +163,7 @@ fn equal_prompts_of_different_salts_share_nothing() {
 fn answers_stay_right_when_all_prefix_hashes_collide() {
     let run = |chain: ChainHash| {
         let config = EngineConfig {
-            swap: SwapConfig { policy: SwapPolicy::Always, space_bytes: 16 * 8 * 20 },
+            swap: SwapConfig { control: SwapControl::of(SwapPolicy::Always), space_bytes: 16 * 8 * 20 },
             ..EngineConfig::default()
         };
         let limits = RunnerLimits { num_blocks: 24, ..limits() };
@@ -184,8 +185,10 @@ fn a_tiny_pool_and_a_tiny_swap_space_finish_long_answers_of_many_choices() {
     // As vllm-project/vllm#546 and its kin: 64 blocks, swap 16 blocks, 32 requests with 4 long answers each.
     let mut undisturbed = None;
     for (policy, slots) in [(SwapPolicy::Off, 0), (SwapPolicy::OnPressure, 16), (SwapPolicy::Always, 16)] {
-        let config =
-            EngineConfig { swap: SwapConfig { policy, space_bytes: slots * 16 * 8 }, ..EngineConfig::default() };
+        let config = EngineConfig {
+            swap: SwapConfig { control: SwapControl::of(policy), space_bytes: slots * 16 * 8 },
+            ..EngineConfig::default()
+        };
         let mut engine = engine(config, RunnerLimits { num_blocks: 64, ..limits() });
         for id in 0..32 {
             let mut request = request(id, text(id as u32, 30), 200);
@@ -217,7 +220,10 @@ fn two_sequences_that_each_need_most_of_the_pool_both_end() {
 #[test]
 fn swapped_blocks_come_back_instead_of_being_computed_again() {
     let run = |policy| {
-        let config = EngineConfig { swap: SwapConfig { policy, space_bytes: 16 * 8 * 64 }, ..EngineConfig::default() };
+        let config = EngineConfig {
+            swap: SwapConfig { control: SwapControl::of(policy), space_bytes: 16 * 8 * 64 },
+            ..EngineConfig::default()
+        };
         let mut engine = engine(config, RunnerLimits { num_blocks: 20, ..limits() });
         for id in 0..2 {
             engine.add(request(id, text(id as u32, 10), 200)).unwrap();
@@ -383,4 +389,98 @@ fn grammars_are_refused_when_they_can_not_work() {
     endless.sampling.eos_token_ids.clear();
     assert!(matches!(engine.add(endless), Err(AddError::Parameter { field: "grammar", .. })));
     assert!(!engine.has_work());
+}
+
+/// Steps from now until the request has its first token.
+fn steps_to_first_token(engine: &mut Engine<MirrorRunner>, id: u64) -> usize {
+    for steps in 1.. {
+        if step(engine).outputs.iter().any(|output| output.request == RequestId(id)) {
+            return steps;
+        }
+        assert!(steps < 20_000, "no token: {:?}", engine.stats());
+    }
+    unreachable!()
+}
+
+fn of(owner: u64, request: EngineRequest) -> EngineRequest {
+    EngineRequest { owner, ..request }
+}
+
+#[test]
+fn a_short_chat_waits_a_few_steps_behind_five_hundred_long_prompts_of_another_owner() {
+    let config = EngineConfig { max_prefill_chunk: 64, ..EngineConfig::default() };
+    let mut fair = engine(config.clone(), limits());
+    let mut unfair = engine(EngineConfig { fair_share: false, ..config }, limits());
+    for engine in [&mut fair, &mut unfair] {
+        for id in 0..500 {
+            engine.add(of(1, request(id, text(id as u32, 300 + id as usize), 64))).unwrap();
+        }
+        // Until seats or blocks are taken and answers are under way.
+        for _ in 0..200 {
+            step(engine);
+        }
+        engine.add(of(2, request(1000, text(7, 30), 8))).unwrap();
+    }
+    let steps = steps_to_first_token(&mut fair, 1000);
+    assert!(steps <= 3, "{steps} steps");
+    assert!(steps_to_first_token(&mut unfair, 1000) > 300, "this is what first come, first served would be");
+    // It is not the first alone that is well served, and nobody pays with his answer.
+    for id in 1001..1020 {
+        fair.add(of(2, request(id, text(id as u32, 30), 8))).unwrap();
+        let steps = steps_to_first_token(&mut fair, id);
+        assert!(steps <= 12, "{steps} steps for {id}");
+    }
+    let stats = fair.stats();
+    assert!(stats.preemptions < 100, "{stats:?}");
+    finish(&mut fair);
+    assert_eq!(fair.stats().blocks_free, stats.blocks_total);
+}
+
+#[test]
+fn owners_who_compete_get_equal_shares_of_tokens() {
+    let mut engine = engine(EngineConfig { max_num_seqs: 8, ..EngineConfig::default() }, limits());
+    for id in 0..200 {
+        engine.add(of(1, request(id, text(id as u32, 100), 32))).unwrap();
+    }
+    for id in 1000..1200 {
+        engine.add(of(2, request(id, text(id as u32, 20), 32))).unwrap();
+    }
+    let mut done = [0u64; 2];
+    for _ in 0..600 {
+        for output in step(&mut engine).outputs {
+            let small = output.request.0 >= 1000;
+            done[usize::from(small)] += u64::from(output.finish.is_some()) * if small { 52 } else { 132 };
+        }
+    }
+    let ratio = done[0] as f64 / done[1] as f64;
+    assert!((0.7..1.4).contains(&ratio), "tokens of finished requests: {done:?}");
+}
+
+#[test]
+fn a_low_priority_waits_its_time_and_then_goes_first() {
+    let config = EngineConfig { max_num_seqs: 1, aging_tokens: 200, ..EngineConfig::default() };
+    let mut engine = engine(config, limits());
+    engine.add(EngineRequest { priority: 9, ..request(0, text(0, 10), 4) }).unwrap();
+    for id in 1..100 {
+        engine.add(request(id, text(id as u32, 10), 10)).unwrap();
+    }
+    let mut before = Vec::new();
+    while !before.contains(&0) {
+        before.extend(step(&mut engine).outputs.iter().filter(|o| o.finish.is_some()).map(|o| o.request.0));
+    }
+    assert!((8..30).contains(&before.len()), "{} went before", before.len());
+}
+
+#[test]
+fn whoever_goes_before_a_running_prompt_leaves_it_a_row() {
+    let narrow = RunnerLimits { max_num_seqs: 3, max_num_batched_tokens: 40, ..limits() };
+    let mut engine = engine(EngineConfig { max_prefill_chunk: 16, ..EngineConfig::default() }, narrow);
+    engine.add(of(1, request(0, text(0, 200), 4))).unwrap();
+    step(&mut engine);
+    for id in 1..6 {
+        let mut before = of(id, request(id, text(id as u32, 6), 3));
+        (before.priority, before.sampling.prompt_logprobs) = (-1, Some(1));
+        engine.add(before).unwrap();
+    }
+    assert_eq!(finish(&mut engine).len(), 6);
 }

@@ -59,6 +59,7 @@ fn a_step_of_running_answers_allocates_nothing() {
             sampling,
             priority: 0,
             cache_salt: 0,
+            owner: 0,
         };
         engine.add(request).unwrap();
     }

@@ -140,6 +140,72 @@ pub struct Requests {
     pub in_flight: u32,
 }
 
+/// `GET /v1/kv`.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct KvDetails {
+    /// Tokens per block.
+    pub block_size: u32,
+    pub workers: Vec<KvWorker>,
+}
+
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct KvWorker {
+    pub worker: String,
+    pub blocks_total: u32,
+    /// Holding nothing.
+    pub blocks_free: u32,
+    /// Free, but holding a prefix that may be hit.
+    pub blocks_cached: u32,
+    pub blocks_used: u32,
+    /// Of these, referred to by several sequences.
+    pub blocks_shared: u32,
+    pub swap_blocks_total: u32,
+    pub swap_blocks_used: u32,
+    /// Of these, copies that preempted sequences will want back.
+    pub swap_blocks_preempted: u32,
+    /// Blocks in the swap file.
+    #[serde(default)]
+    pub disk_blocks_total: u32,
+    #[serde(default)]
+    pub disk_blocks_used: u32,
+    /// Found from an earlier worker of the same model.
+    #[serde(default)]
+    pub disk_blocks_restored: u32,
+    /// Did not read back as written, and were computed again.
+    #[serde(default)]
+    pub disk_blocks_corrupt: u64,
+    /// `off`, `on-pressure`, `always`.
+    pub swap_policy: String,
+    /// `swap`, `recompute`, `auto (swap)`, `auto (recompute)`.
+    pub swap_restore: String,
+    /// Out and back, as measured.
+    pub copy_seconds_per_block: Option<f64>,
+    pub compute_seconds_per_block: Option<f64>,
+    /// Those with the most blocks.
+    pub sequences: Vec<KvSequence>,
+    /// Keys whose sequences refer to the most blocks; shared ones count for each.
+    pub keys: Vec<KvKey>,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KvSequence {
+    pub request: u64,
+    pub choice: u16,
+    /// Name of the API key.
+    pub key: String,
+    /// `waiting`, `running`, `preempted`.
+    pub state: String,
+    pub blocks: u32,
+    pub tokens: u32,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KvKey {
+    pub key: String,
+    pub sequences: u32,
+    pub blocks: u32,
+}
+
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 pub struct Kv {
     pub block_size: u32,

@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 /// Raised with every change of these types.
-pub const PROTOCOL_VERSION: u32 = 1;
+pub const PROTOCOL_VERSION: u32 = 2;
 
 /// Supervisor to worker.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -25,6 +25,11 @@ pub enum ToWorker {
     ResetPrefixCache,
     /// Finish nothing more, leave.
     Shutdown,
+    /// One choice of a request has said enough (a stop string); the others go on.
+    EndChoice(RequestId, u16),
+    /// Answered by [`FromWorker::Kv`].
+    AskKv,
+    SetSwap(SwapSettings),
 }
 
 /// Worker to supervisor.
@@ -42,6 +47,8 @@ pub enum FromWorker {
     StepFailed(String),
     /// Progress within a step that takes long: a number that rises as layers are computed.
     Beat(u64),
+    /// Who holds the KV blocks.
+    Kv(Box<KvReport>),
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -103,7 +110,13 @@ pub struct Load {
     pub seed: u64,
     /// Host memory for swapped KV blocks, in bytes.
     pub swap_space_bytes: u64,
-    pub swap_policy: SwapPolicy,
+    pub swap: SwapSettings,
+    /// A file below the host memory for swapped KV blocks.
+    pub swap_disk: Option<SwapDisk>,
+    /// Equal shares for owners instead of first come, first served.
+    pub fair_share: bool,
+    /// A sequence that has waited while so many tokens were computed joins the best priority. 0: never.
+    pub aging_tokens: u64,
     /// Digests that the files must have; hashed in the pass that loads them. Empty: not verified.
     pub manifest: Vec<FileDigest>,
     /// The byte string of every token id, for grammars. Empty: no grammars.
@@ -128,7 +141,10 @@ impl Load {
             pin_threads: false,
             seed: 0,
             swap_space_bytes: 0,
-            swap_policy: SwapPolicy::Off,
+            swap: SwapSettings::default(),
+            swap_disk: None,
+            fair_share: true,
+            aging_tokens: 1 << 18,
             manifest: Vec::new(),
             vocabulary: Arc::default(),
         }
@@ -144,6 +160,105 @@ pub enum SwapPolicy {
     OnPressure,
     /// Those, and every prefix block that is evicted.
     Always,
+}
+
+/// What of the swap space may change while a worker runs. No token depends on it.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct SwapSettings {
+    pub policy: SwapPolicy,
+    pub restore: SwapRestore,
+    /// Share of the space that the copies of one preempted sequence may take.
+    pub sequence_share: f32,
+    /// Evicted prefixes are taken up to this share of the space, then they make room down to the lower one.
+    pub high_watermark: f32,
+    pub low_watermark: f32,
+}
+
+impl Default for SwapSettings {
+    fn default() -> Self {
+        Self {
+            policy: SwapPolicy::Off,
+            restore: SwapRestore::Auto,
+            sequence_share: 1.0,
+            high_watermark: 0.95,
+            low_watermark: 0.85,
+        }
+    }
+}
+
+/// Where swapped KV blocks go beside memory. Files in the folder belong to the daemon, which deletes them at its end.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SwapDisk {
+    pub dir: PathBuf,
+    /// Of one worker.
+    pub bytes: u64,
+}
+
+/// How a sequence gets back what it lost.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub enum SwapRestore {
+    /// Whichever is cheaper by this worker's measured rates.
+    #[default]
+    Auto,
+    Swap,
+    Recompute,
+}
+
+/// Who holds the KV blocks of a worker.
+#[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
+pub struct KvReport {
+    pub blocks_total: u32,
+    pub blocks_empty: u32,
+    pub blocks_cached: u32,
+    pub blocks_used: u32,
+    pub blocks_shared: u32,
+    pub swap_blocks_total: u32,
+    pub swap_blocks_used: u32,
+    pub swap_blocks_preempted: u32,
+    pub disk_blocks_total: u32,
+    pub disk_blocks_used: u32,
+    /// Found from an earlier worker of the same model.
+    pub disk_blocks_restored: u32,
+    /// Did not read back as written.
+    pub disk_blocks_corrupt: u64,
+    pub swap: SwapSettings,
+    /// Seconds to copy a block out and back, and to compute its tokens again, as measured. `None`: not yet.
+    pub copy_seconds: Option<f64>,
+    pub compute_seconds: Option<f64>,
+    /// Whether copies are made and fetched now.
+    pub copies_pay: bool,
+    /// Those with the most blocks, at most [`KV_SEQUENCES_MAX`].
+    pub sequences: Vec<KvSequence>,
+    /// Owners with the most blocks, at most [`KV_SEQUENCES_MAX`].
+    pub owners: Vec<KvOwner>,
+}
+
+/// Rows of a [`KvReport`].
+pub const KV_SEQUENCES_MAX: usize = 32;
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KvSequence {
+    pub request: RequestId,
+    pub choice: u16,
+    pub owner: u64,
+    pub state: KvState,
+    pub blocks: u32,
+    pub tokens: u32,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KvOwner {
+    pub owner: u64,
+    pub sequences: u32,
+    /// Shared blocks count for everyone who refers to them.
+    pub blocks: u32,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum KvState {
+    Waiting,
+    Running,
+    Preempted,
 }
 
 /// One line of a manifest.
@@ -211,6 +326,8 @@ pub struct Submit {
     pub priority: i32,
     /// Part of every prefix-cache key of this request: equal salts share, others never meet.
     pub cache_salt: u64,
+    /// Whose it is (a number made from the API key's id); owners get equal shares while they compete.
+    pub owner: u64,
 }
 
 /// State of one choice when its request is submitted.

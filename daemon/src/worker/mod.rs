@@ -7,6 +7,7 @@ pub mod folder;
 mod io;
 mod pace;
 mod serve;
+mod swap;
 mod wire;
 
 use ernie_proto::worker::{Fatal, FromWorker, Hello, ToWorker};

@@ -4,15 +4,16 @@
 //! sleeps on its inbox.
 
 use super::io::{Inbox, Outbox};
+use super::swap::{self, Costs};
 use super::{pace, wire};
 use ernie_engine::model::{Manifest, Observer, Op};
 use ernie_engine::params::RequestId as EngineRequestId;
 use ernie_engine::runner::cpu::{CpuRunner, LoadPhase as EnginePhase, LoadProgress as EngineProgress};
 use ernie_engine::runner::options::{Dtype as EngineDtype, LoadOptions, Quantization as EngineQuantization};
 use ernie_engine::runner::{ModelRunner, Row, RunnerError, RunnerLimits, StepBatch};
-use ernie_engine::{Engine, EngineConfig, StepOutputs, SwapConfig, SwapPolicy as EngineSwapPolicy};
+use ernie_engine::{Engine, EngineConfig, StepOutputs, SwapConfig};
 use ernie_proto::worker::{
-    Dtype, FromWorker, Load, LoadPhase, LoadProgress, Loaded, Quantization, StepReport, Submit, SwapPolicy, ToWorker,
+    Dtype, FromWorker, Load, LoadPhase, LoadProgress, Loaded, Quantization, StepReport, Submit, ToWorker,
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -51,30 +52,35 @@ pub(super) fn load(load: Load, outbox: &Outbox) -> Result<(Engine<Beating<CpuRun
     runner.reset_expert_tokens();
     outbox.send(&FromWorker::Loaded(Box::new(loaded(&runner, phases.end()))))?;
     let progress = Arc::new(AtomicU64::new(0));
-    let runner = Beating { runner, progress: progress.clone() };
+    let identity = swap::identity(&load);
+    // The second tier is read through slots of the first.
+    let space_bytes = match load.swap_disk {
+        Some(_) => load.swap_space_bytes.max(swap::SLOTS_FOR_DISK * runner.block_bytes() as u64),
+        None => load.swap_space_bytes,
+    };
     let config = EngineConfig {
         max_num_seqs: load.max_num_seqs,
         max_num_batched_tokens: load.max_num_batched_tokens,
         max_prefill_chunk,
         enable_prefix_caching: load.enable_prefix_caching,
         seed: load.seed,
-        swap: SwapConfig {
-            policy: match load.swap_policy {
-                SwapPolicy::Off => EngineSwapPolicy::Off,
-                SwapPolicy::OnPressure => EngineSwapPolicy::OnPressure,
-                SwapPolicy::Always => EngineSwapPolicy::Always,
-            },
-            space_bytes: load.swap_space_bytes,
-        },
+        fair_share: load.fair_share,
+        aging_tokens: load.aging_tokens,
+        swap: SwapConfig { control: swap::control(&load.swap, true), space_bytes },
         vocabulary: load.vocabulary,
         ..EngineConfig::default()
     };
-    let engine = Engine::new(config, runner);
+    let disk = load.swap_disk.as_ref().map(|wanted| swap::open_disk(wanted, &identity, &runner)).transpose()?;
+    let costs = Costs::new(load.swap);
+    let mut engine = Engine::new(config, Beating { runner, progress: progress.clone(), costs });
+    if let Some(disk) = disk {
+        engine.attach_disk(disk);
+    }
     Ok((engine, progress))
 }
 
 /// Runs until the supervisor goes away.
-pub(super) fn serve<R: ModelRunner>(mut engine: Engine<R>, inbox: &Inbox, outbox: &Outbox) -> Result<(), String> {
+pub(super) fn serve(mut engine: Engine<Beating<CpuRunner>>, inbox: &Inbox, outbox: &Outbox) -> Result<(), String> {
     let mut outputs = StepOutputs::default();
     let mut experts_told = Instant::now();
     let mut failures = 0u32;
@@ -102,6 +108,7 @@ pub(super) fn serve<R: ModelRunner>(mut engine: Engine<R>, inbox: &Inbox, outbox
             continue;
         }
         failures = 0;
+        swap::decide(&mut engine);
         let experts = experts_told.elapsed() >= EXPERTS_INTERVAL;
         if experts {
             experts_told = Instant::now();
@@ -111,9 +118,9 @@ pub(super) fn serve<R: ModelRunner>(mut engine: Engine<R>, inbox: &Inbox, outbox
 }
 
 /// Does what a message asks. True if figures changed without a step.
-fn take<R: ModelRunner>(
+fn take(
     message: ToWorker,
-    engine: &mut Engine<R>,
+    engine: &mut Engine<Beating<CpuRunner>>,
     outbox: &Outbox,
     outputs: &mut StepOutputs,
 ) -> Result<bool, String> {
@@ -130,7 +137,13 @@ fn take<R: ModelRunner>(
             Ok(false)
         }
         ToWorker::Abort(request) => Ok(engine.abort(EngineRequestId(request.0))),
+        ToWorker::EndChoice(request, choice) => Ok(engine.end_choice(EngineRequestId(request.0), choice)),
         ToWorker::Ping(n) => outbox.send(&FromWorker::Pong(n)).map(|()| false),
+        ToWorker::AskKv => outbox.send(&FromWorker::Kv(Box::new(swap::kv_report(engine)))).map(|()| false),
+        ToWorker::SetSwap(settings) => {
+            swap::set(engine, settings);
+            Ok(true)
+        }
         ToWorker::ResetPrefixCache => {
             engine.reset_prefix_cache();
             Ok(true)
@@ -171,6 +184,7 @@ fn report<R: ModelRunner>(
 pub(super) struct Beating<R> {
     runner: R,
     progress: Arc<AtomicU64>,
+    pub(super) costs: Costs,
 }
 
 struct Beat<'a>(&'a AtomicU64);
@@ -187,7 +201,10 @@ impl ModelRunner for Beating<CpuRunner> {
     }
 
     fn execute(&mut self, batch: &StepBatch) -> Result<(), RunnerError> {
-        self.runner.execute_observed(batch, &mut Beat(&self.progress))
+        let began = Instant::now();
+        let executed = self.runner.execute_observed(batch, &mut Beat(&self.progress));
+        self.costs.computed(batch.tokens.len(), batch.sequences.len(), began.elapsed());
+        executed
     }
 
     fn row(&mut self, i: usize) -> Row<'_> {
@@ -207,11 +224,15 @@ impl ModelRunner for Beating<CpuRunner> {
     }
 
     fn export_block(&self, block: u32, out: &mut [u8]) {
+        let began = Instant::now();
         self.runner.export_block(block, out);
+        self.costs.copied(began.elapsed());
     }
 
     fn import_block(&mut self, block: u32, from: &[u8]) {
+        let began = Instant::now();
         self.runner.import_block(block, from);
+        self.costs.copied(began.elapsed());
     }
 
     fn expert_tokens(&self) -> &[Vec<u64>] {

@@ -6,7 +6,7 @@ use ernie_proto::ids::RequestId;
 use ernie_proto::worker as wire;
 
 pub(super) fn request(submit: wire::Submit) -> params::EngineRequest {
-    let wire::Submit { request, prompt, choices, sampling, priority, cache_salt } = submit;
+    let wire::Submit { request, prompt, choices, sampling, priority, cache_salt, owner } = submit;
     params::EngineRequest {
         id: params::RequestId(request.0),
         prompt,
@@ -17,6 +17,7 @@ pub(super) fn request(submit: wire::Submit) -> params::EngineRequest {
         sampling: self::sampling(sampling),
         priority,
         cache_salt,
+        owner,
     }
 }
 
@@ -107,6 +108,56 @@ pub(super) fn report(outputs: &mut engine::StepOutputs, stats: wire::StepStats) 
             .collect(),
         failed: outputs.failed.drain(..).map(|(request, reason)| (id(request), reason)).collect(),
         stats,
+    }
+}
+
+/// Who holds the KV blocks, cut down to the largest.
+pub(super) fn kv(report: engine::KvReport) -> wire::KvReport {
+    let mut owners: Vec<wire::KvOwner> = Vec::new();
+    for sequence in &report.sequences {
+        let place = owners.iter().position(|o| o.owner == sequence.owner).unwrap_or_else(|| {
+            owners.push(wire::KvOwner { owner: sequence.owner, sequences: 0, blocks: 0 });
+            owners.len() - 1
+        });
+        owners[place].sequences += 1;
+        owners[place].blocks += sequence.blocks;
+    }
+    owners.sort_by_key(|o| std::cmp::Reverse((o.blocks, o.sequences)));
+    owners.truncate(wire::KV_SEQUENCES_MAX);
+    let mut sequences: Vec<wire::KvSequence> = report
+        .sequences
+        .iter()
+        .map(|s| wire::KvSequence {
+            request: id(s.request),
+            choice: s.choice,
+            owner: s.owner,
+            state: match s.state {
+                engine::KvState::Waiting => wire::KvState::Waiting,
+                engine::KvState::Running => wire::KvState::Running,
+                engine::KvState::Preempted => wire::KvState::Preempted,
+            },
+            blocks: s.blocks,
+            tokens: s.tokens,
+        })
+        .collect();
+    sequences.sort_by_key(|s| std::cmp::Reverse((s.blocks, s.tokens)));
+    sequences.truncate(wire::KV_SEQUENCES_MAX);
+    wire::KvReport {
+        blocks_total: report.blocks_total,
+        blocks_empty: report.blocks_empty,
+        blocks_cached: report.blocks_cached,
+        blocks_used: report.blocks_used,
+        blocks_shared: report.blocks_shared,
+        swap_blocks_total: report.swap_blocks_total,
+        swap_blocks_used: report.swap_blocks_used,
+        swap_blocks_preempted: report.swap_blocks_preempted,
+        disk_blocks_total: report.disk_blocks_total,
+        disk_blocks_used: report.disk_blocks_used,
+        disk_blocks_restored: report.disk_blocks_restored,
+        disk_blocks_corrupt: report.disk_blocks_corrupt,
+        sequences,
+        owners,
+        ..wire::KvReport::default()
     }
 }
 

@@ -41,6 +41,10 @@ impl<R: ModelRunner> Engine<R> {
         self.advance(out);
         self.sample();
         self.collect(out);
+        if !self.has_work() {
+            // Nobody knows when the next step comes: what ended sequences leave to be copied is copied now.
+            self.move_blocks();
+        }
         Ok(())
     }
 
@@ -94,6 +98,7 @@ impl<R: ModelRunner> Engine<R> {
             let sequence = &self.sequences[key];
             let (prompt, cached) = (sequence.prompt.len(), cached.min(sequence.prompt.len()));
             self.counters.prompt_tokens += prompt as u64;
+            self.requests[sequence.request].used += (prompt - cached) as u64;
             if self.config.enable_prefix_caching {
                 self.counters.prefix_queries_tokens += prompt as u64;
                 self.counters.prefix_hits_tokens += cached as u64;
@@ -219,6 +224,7 @@ impl<R: ModelRunner> Engine<R> {
                 sequence.generated.push(token);
                 sequence.sampler.push(token);
                 self.counters.generated_tokens += 1;
+                self.requests[sequence.request].used += 1;
                 let room = self.max_len as usize - sequence.len();
                 let constrained = sequence.sampler.constrained();
                 (token, logprobs, stop::finish(&sequence.params, &sequence.generated, room, constrained))

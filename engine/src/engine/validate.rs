@@ -90,6 +90,7 @@ mod tests {
             sampling: SamplingParams::default(),
             priority: 0,
             cache_salt: 0,
+            owner: 0,
         };
         change(&mut request);
         validate(&request, RequestBounds { vocab_size: 10, max_len: 8 })

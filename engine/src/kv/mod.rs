@@ -7,6 +7,7 @@ mod bitmap;
 pub mod block_pool;
 pub mod block_table;
 pub mod budget;
+pub mod disk_tier;
 mod eviction;
 pub mod prefix_cache;
 pub mod swap_space;
@@ -14,8 +15,9 @@ pub mod swap_space;
 pub use block_table::{BlockTable, Tokens};
 pub use prefix_cache::{ChainHash, KeySpace};
 
-use crate::config::SwapConfig;
+use crate::config::{SwapConfig, SwapControl};
 use block_pool::BlockPool;
+use disk_tier::DiskTier;
 use prefix_cache::{BlockKey, Entry, Link, MAX_BLOCK_SIZE, PrefixCache};
 use swap_space::SwapSpace;
 
@@ -94,7 +96,7 @@ impl KvBlocks {
             (1..=MAX_BLOCK_SIZE as u32).contains(&block_size),
             "a KV block has between 1 and {MAX_BLOCK_SIZE} tokens, not {block_size}"
         );
-        let swap = SwapSpace::new(swap.policy, swap.space_bytes, block_bytes, block_size);
+        let swap = SwapSpace::new(swap, block_bytes, block_size);
         let moves =
             Moves { out: Vec::with_capacity(swap.total() as usize), back: Vec::with_capacity(swap.total() as usize) };
         Self {
@@ -108,6 +110,12 @@ impl KvBlocks {
             counters: KvCounters::default(),
             fetches: Vec::new(),
         }
+    }
+
+    /// Puts a file below the swap space. What it holds from an earlier life keeps its numbers.
+    pub fn attach(&mut self, disk: DiskTier) {
+        self.next_serial = self.next_serial.max(disk.next_serial());
+        self.swap.attach(disk);
     }
 
     pub fn pool(&self) -> &BlockPool {
@@ -131,6 +139,9 @@ impl KvBlocks {
     pub fn moved(&mut self) {
         self.counters.swapped_out += self.moves.out.len() as u64;
         self.counters.swapped_in += self.moves.back.len() as u64;
+        for &(_, slot) in &self.moves.out {
+            self.swap.write_through(slot);
+        }
         self.moves.out.clear();
         self.moves.back.clear();
         self.swap.unpin();
@@ -148,17 +159,40 @@ impl KvBlocks {
         debug_assert!(table.blocks.is_empty());
         self.hash_full_blocks(table, content);
         let total = content.tokens.len().div_ceil(self.block_size);
-        let Some(found) = self.look_up(table, content, most_cached / self.block_size) else {
-            return Admission::PrefixPending;
+        let mut most = most_cached / self.block_size;
+        let found = loop {
+            let Some(found) = self.look_up(table, content, most) else {
+                return Admission::PrefixPending;
+            };
+            let fresh = count(total - found.shared);
+            if self.pool.free() - found.shared_cached < fresh + keep_free {
+                return Admission::NoRoom;
+            }
+            if !found.on_disk {
+                break found;
+            }
+            // What does not come back whole ends the prefix there.
+            most = most.min(self.bring_from_disk(table, content, found.blocks));
         };
-        let fresh = count(total - found.shared);
-        if self.pool.free() - found.shared_cached < fresh + keep_free {
-            return Admission::NoRoom;
-        }
         self.take_found(table, content, found.blocks);
         self.take_fresh(table, total);
         self.register_rest(table, content);
         Admission::Admitted { cached_tokens: found.blocks * self.block_size }
+    }
+
+    /// Blocks that must become free before [`KvBlocks::admit`] finds room. `None`: it has to wait for its prefix anyway.
+    pub fn lacking(
+        &mut self,
+        table: &mut BlockTable,
+        content: Content<'_>,
+        most_cached: usize,
+        keep_free: u32,
+    ) -> Option<u32> {
+        self.hash_full_blocks(table, content);
+        let total = content.tokens.len().div_ceil(self.block_size);
+        let found = self.look_up(table, content, most_cached / self.block_size)?;
+        let needed = count(total - found.shared) + keep_free + found.shared_cached;
+        Some(needed.saturating_sub(self.pool.free()))
     }
 
     /// Makes the block of `position` (at most one past the last) the table's own to write. Answers a copy that must be made
@@ -212,12 +246,57 @@ impl KvBlocks {
 
     /// The sequence is over.
     pub fn release(&mut self, table: &mut BlockTable) {
-        self.leave(table, |_| ());
+        if self.swap.outlives_us() {
+            self.keep_for_next_life(table);
+        }
+        self.leave(table, 0);
+    }
+
+    /// Copies a computed prefix out from its beginning, so that a worker that takes over finds it.
+    fn keep_for_next_life(&mut self, table: &BlockTable) {
+        for &block in &table.blocks[..table.linked.min(table.blocks.len())] {
+            let Some(entry) = self.cache.entry(block).copied().filter(|entry| entry.computed) else { break };
+            let tokens = self.cache.tokens(block);
+            let key = BlockKey { space: entry.space, parent: Link { serial: entry.parent }, hash: entry.hash, tokens };
+            if self.swap.known(&key).is_none()
+                && let Some(slot) = self.swap.offer(Entry { preempted: false, ..entry }, tokens)
+            {
+                self.moves.out.push((block, slot));
+            }
+        }
+    }
+
+    /// Reads the blocks of a prefix that are on the disk into memory. How many from the start are at hand now.
+    fn bring_from_disk(&mut self, table: &BlockTable, content: Content<'_>, blocks: usize) -> usize {
+        let mut parent = Link::ROOT;
+        let mut tokens = [0; MAX_BLOCK_SIZE];
+        let tokens = &mut tokens[..self.block_size];
+        for (index, &hash) in table.hashes.iter().take(blocks).enumerate() {
+            content.tokens.copy(index * self.block_size, tokens);
+            let key = BlockKey { space: content.space, parent, hash, tokens };
+            let serial = if let Some((_, entry)) = self.cache.find(&key) {
+                entry.serial
+            } else if let Some((slot, entry)) = self.swap.find_to_fetch(&key) {
+                // Bringing others must not push it out again.
+                self.swap.pin(slot);
+                entry.serial
+            } else if let Some(entry) = self.swap.find_on_disk(&key).filter(|_| self.swap.promote(&key)) {
+                entry.serial
+            } else {
+                return index;
+            };
+            parent = Link { serial };
+        }
+        blocks
     }
 
     /// The sequence has to make room and will come back.
     pub fn release_preempted(&mut self, table: &mut BlockTable) {
-        self.leave(table, |entry| entry.preempted = true);
+        self.leave(table, self.swap.sequence_blocks_max());
+    }
+
+    pub fn set_swap(&mut self, control: SwapControl) {
+        self.swap.set_control(control);
     }
 
     /// Forgets all prefixes; sequences keep their blocks.
@@ -251,14 +330,15 @@ impl KvBlocks {
         Ok(())
     }
 
-    fn leave(&mut self, table: &mut BlockTable, mark: impl Fn(&mut Entry)) {
+    /// `wanted_back`: so many blocks from the start are marked as a preempted sequence's.
+    fn leave(&mut self, table: &mut BlockTable, wanted_back: usize) {
         // The end first, so that of a cached prefix the end is evicted first.
         while let Some(block) = table.blocks.pop() {
             let last = self.pool.refs(block) == 1;
             let computed = match self.cache.entry_mut(block) {
                 None => false,
                 Some(entry) => {
-                    mark(entry);
+                    entry.preempted |= table.blocks.len() < wanted_back;
                     entry.computed
                 }
             };
@@ -299,7 +379,10 @@ impl KvBlocks {
                 found.shared += 1;
                 found.shared_cached += u32::from(self.pool.is_cached(block));
                 Link { serial: entry.serial }
-            } else if let Some((_, entry)) = self.swap.find(&key) {
+            } else if let Some((_, entry)) = self.swap.find_to_fetch(&key) {
+                Link { serial: entry.serial }
+            } else if let Some(entry) = self.swap.find_on_disk(&key) {
+                found.on_disk = true;
                 Link { serial: entry.serial }
             } else {
                 break;
@@ -321,7 +404,7 @@ impl KvBlocks {
             let (block, serial) = if let Some((block, entry)) = self.cache.find(&key) {
                 self.pool.share(block);
                 (block, entry.serial)
-            } else if let Some((slot, entry)) = self.swap.find(&key) {
+            } else if let Some((slot, entry)) = self.swap.find_to_fetch(&key) {
                 self.swap.pin(slot);
                 fetches.push(Fetch { index, slot, entry });
                 (TO_FETCH, entry.serial)
@@ -379,7 +462,7 @@ impl KvBlocks {
             Some((_, equal)) => equal.serial,
             None => {
                 // A copy in the swap space is of the same content: it keeps its number, so that its successors stay findable.
-                let serial = self.swap.find(&key).map_or(self.next_serial, |(_, entry)| entry.serial);
+                let serial = self.swap.known(&key).map_or(self.next_serial, |entry| entry.serial);
                 self.next_serial += u64::from(serial == self.next_serial);
                 let (space, parent) = (content.space, table.link.serial);
                 self.insert(block, Entry { hash, space, parent, serial, computed: false, preempted: false }, tokens);
@@ -436,6 +519,8 @@ struct Found {
     shared: usize,
     /// Of these, free until now.
     shared_cached: u32,
+    /// Some have to be read first.
+    on_disk: bool,
 }
 
 fn count(blocks: usize) -> u32 {

@@ -203,6 +203,24 @@ mod tests {
     }
 
     #[test]
+    fn once_a_trigger_is_written_its_tag_binds_what_follows_and_then_text_is_free_again() {
+        // As the daemon writes a structural tag.
+        let lark = "start: part_5\ntrigger_1[lazy]: /(.|\\n)*<f=/\njson_2: %json {\"enum\": [7]}\n\
+                    tag_3: trigger_1 \"g>\" json_2 \"</f>\"\nREST_4: /(.|\\n)*/\npart_5: tag_3* REST_4\n";
+        let grammar = compiler().compile(&Grammar::Lark(lark.into())).unwrap();
+        let after = |text: &str| -> Vec<u32> {
+            let written: Vec<u32> = text.bytes().map(u32::from).collect();
+            allowed(&mut grammar.after(&written))
+        };
+        assert!(after("well, ").len() > 90 && after("well, ").contains(&END));
+        assert_eq!(after("well, <f="), [u32::from(b'g')]);
+        assert_eq!(after("well, <f=g>"), [u32::from(b'7')]);
+        assert_eq!(after("well, <f=g>7"), [u32::from(b'<')]);
+        assert!(after("well, <f=g>7</f> and").contains(&END));
+        assert_eq!(after("a <f=g>7</f> and <f="), [u32::from(b'g')]);
+    }
+
+    #[test]
     fn a_vocabulary_with_two_tokens_of_equal_bytes_is_taken() {
         let mut vocabulary: Vec<Vec<u8>> = (0..=255).map(|byte| vec![byte]).collect();
         vocabulary.extend([b"ab".to_vec(), b"ab".to_vec(), b"\xff<s>".to_vec()]);

@@ -7,20 +7,26 @@ use super::queues::Queue;
 use crate::kv::KvBlocks;
 use crate::sequence::{Key, Requests, Sequences, State};
 
+pub(super) struct Queues<'q> {
+    pub(super) running: &'q mut Queue,
+    pub(super) waiting: &'q mut Queue,
+}
+
 /// Sends the last running sequence back to wait. `None` if only `needy` is left, which must skip the step.
 pub(super) fn preempt_last(
-    running: &mut Queue,
-    waiting: &mut Queue,
+    queues: Queues<'_>,
     needy: Key,
+    clock: u64,
     sequences: &mut Sequences,
     requests: &mut Requests,
     kv: &mut KvBlocks,
 ) -> Option<Key> {
+    let Queues { running, waiting } = queues;
     if running.get(running.len().checked_sub(1)?) == Some(needy) {
         return None;
     }
     let victim = running.pop_last()?;
-    preempt(victim, waiting, sequences, requests, kv);
+    preempt(victim, waiting, clock, sequences, requests, kv);
     Some(victim)
 }
 
@@ -28,6 +34,7 @@ pub(super) fn preempt_last(
 pub(super) fn preempt(
     victim: Key,
     waiting: &mut Queue,
+    clock: u64,
     sequences: &mut Sequences,
     requests: &mut Requests,
     kv: &mut KvBlocks,
@@ -35,6 +42,7 @@ pub(super) fn preempt(
     let sequence = &mut sequences[victim];
     kv.release_preempted(&mut sequence.table);
     sequence.computed = 0;
+    sequence.waits_since = clock;
     sequence.state = State::Preempted;
     waiting.insert(sequence.order, victim);
     let prefilling = &mut requests[sequence.request].prefilling;

@@ -39,6 +39,10 @@ impl Queue {
         self.entries.get(index).map(|&(_, key)| key)
     }
 
+    pub fn entry(&self, index: usize) -> Option<(Order, Key)> {
+        self.entries.get(index).copied()
+    }
+
     /// Takes the last in order.
     pub fn pop_last(&mut self) -> Option<Key> {
         self.entries.pop().map(|(_, key)| key)
