@@ -117,6 +117,22 @@ pub(crate) enum Verb {
         #[command(subcommand)]
         act: ModelAct,
     },
+    /// KV memory: blocks used, shared, cached, swapped; who holds the most
+    #[command(after_help = "Examples:\n  ernie-ctl kv\n  ernie-ctl kv --top 3 --json\n  ernie-ctl kv drop-prefixes")]
+    Kv {
+        #[command(subcommand)]
+        act: Option<KvAct>,
+        /// Rows of keys and of sequences
+        #[arg(long, default_value_t = 10)]
+        top: usize,
+    },
+    /// Change a setting until the next restart (the same as `config set KEY VALUE`)
+    #[command(after_help = "Examples:\n  ernie-ctl set swap.policy=always\n  ernie-ctl set logging.level=debug")]
+    Set {
+        /// KEY=VALUE
+        #[arg(value_name = "KEY=VALUE")]
+        assignment: String,
+    },
     /// Drop the cached prefixes of all workers
     ResetPrefixCache,
     /// The daemon's metrics as text
@@ -164,6 +180,12 @@ pub(crate) enum WorkersAct {
         #[arg(long)]
         graceful: bool,
     },
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum KvAct {
+    /// Drop the cached prefixes of all workers, swapped ones too
+    DropPrefixes,
 }
 
 #[derive(Debug, Subcommand)]
@@ -402,7 +424,7 @@ pub(crate) struct DoctorArgs {
 pub(crate) struct BenchArgs {
     #[command(flatten)]
     pub(crate) api: ApiArgs,
-    /// A named load: a10-512-256 (N2), batch8 (E3), c100-320 (N6), chat (short), long; swap: swaps under steady load
+    /// A named load: a10-512-256 (N2), batch8 (E3), c100-320 (N6), burst (100 at once, prompts of 160 to 480), prefix (chats behind one system prompt, with and without cache), chat (short), long; swap: swaps under steady load
     #[arg(long)]
     pub(crate) profile: Option<String>,
     /// Requests at the same time

@@ -62,6 +62,8 @@ pub struct GenerateRequest {
     pub reasoning: Option<ReasoningSplitter>,
     pub priority: i32,
     pub cache_salt: u64,
+    /// Whose it is, for fair shares.
+    pub owner: u64,
     /// When the request came in.
     pub arrival: Instant,
     /// It ends here, with an error.
@@ -148,6 +150,7 @@ pub async fn generate(
         sampling: request.sampling.clone(),
         priority: request.priority,
         cache_salt: request.cache_salt,
+        owner: request.owner,
     };
     let min_tokens = request.sampling.min_tokens;
     let choice = ChoiceText {
@@ -237,12 +240,17 @@ impl Answer {
 
     fn take(&mut self, output: SequenceOutput) -> Option<Piece> {
         let choice = self.choices.get_mut(usize::from(output.choice)).filter(|c| !c.ended)?;
+        // A stop string ends a choice here; the engine knows nothing of it.
+        let (choice_index, output_went_on) = (output.choice, output.finish.is_none());
         if output.token != NO_TOKEN {
             self.figures.token(output.choice, choice.tokens == 0);
         }
         let piece = choice.take(output, &self.text);
         if let Some(finish) = &piece.finish {
             self.open -= 1;
+            if self.open > 0 && output_went_on {
+                self.generation.end_choice(choice_index);
+            }
             // The first choice to end names the end of the request, unless a later one ends worse.
             if self.open == 0 {
                 self.figures.end(finish.reason);

@@ -2,6 +2,7 @@
 
 mod answers;
 mod faults;
+mod memory;
 mod models;
 mod operate;
 mod python;

@@ -3,8 +3,9 @@
 use super::bench_swap;
 use crate::cli::BenchArgs;
 use crate::client::Admin;
+use crate::load::turns::{self, TurnsReport};
 use crate::load::{self, LoadPlan, LoadReport, PromptKind, Summary};
-use crate::output::{bold, show, table};
+use crate::output::{bold, bytes, show, table};
 use anyhow::{Context, Result};
 use ernie_proto::admin::Status;
 use indicatif::{ProgressBar, ProgressStyle};
@@ -18,6 +19,12 @@ const TIMEOUT: Duration = Duration::from_secs(600);
 /// A named load: users, prompt tokens, answer tokens, requests.
 type Profile = (&'static str, [u32; 4]);
 
+/// Profiles whose prompts are of many lengths, half as long to half as long again.
+const SPREAD: &[&str] = &["burst"];
+
+/// The profile that grows chats turn by turn instead of sending single prompts.
+const PREFIX: &str = "prefix";
+
 /// Loads of the owner's documents (requirements N2, E3, N6), and two of ours.
 const PROFILES: &[Profile] = &[
     ("a10-512-256", [16, 512, 256, 64]),
@@ -25,6 +32,10 @@ const PROFILES: &[Profile] = &[
     ("c100-320", [100, 320, 128, 300]),
     ("chat", [4, 64, 64, 32]),
     ("long", [2, 2048, 128, 8]),
+    // 100 at once, each once.
+    ("burst", [100, 320, 128, 100]),
+    // 50 chats behind a system prompt of 1024 tokens.
+    (PREFIX, [50, 1024, 16, 50]),
 ];
 
 pub(super) async fn run(admin: &Admin, json: bool, args: BenchArgs) -> Result<ExitCode> {
@@ -39,6 +50,13 @@ pub(super) async fn run(admin: &Admin, json: bool, args: BenchArgs) -> Result<Ex
         return bench_swap::run(admin, json, &args, &url).await;
     }
     let plan = plan(&args, url)?;
+    if args.profile.as_deref() == Some(PREFIX) {
+        let bar = progress(turns::requests(plan.users));
+        let ticks = bar.clone();
+        let report = turns::run(&plan, move || ticks.inc(1)).await;
+        bar.finish_and_clear();
+        return show(json, &report?, turn_by_turn);
+    }
     let mut reports = vec![measure(&plan).await?];
     if let Some(url) = &args.compare {
         reports.push(measure(&LoadPlan { url: url.clone(), model: None, ..plan.clone() }).await?);
@@ -63,8 +81,12 @@ fn plan(args: &BenchArgs, url: String) -> Result<LoadPlan> {
         users: size(args.concurrency, *users),
         requests: size(args.requests, *requests),
         prompt_tokens: size(args.input, *input),
+        prompt_spread: if SPREAD.contains(&profile) { 0.5 } else { 0.0 },
         output_tokens: size(args.output, *output),
-        shared_prefix_tokens: args.shared_prefix.unwrap_or(0) as usize,
+        shared_prefix_tokens: match profile {
+            PREFIX => size(args.shared_prefix.or(args.input), *input),
+            _ => args.shared_prefix.unwrap_or(0) as usize,
+        },
         prompt_kind: if args.token_ids { PromptKind::TokenIds } else { PromptKind::Words },
         chat: false,
         seed: args.seed,
@@ -87,6 +109,28 @@ fn progress(requests: usize) -> ProgressBar {
     }
     let style = ProgressStyle::with_template("{bar:40} {pos}/{len} requests, {eta} left");
     ProgressBar::new(requests as u64).with_style(style.unwrap_or_else(|_| ProgressStyle::default_bar()))
+}
+
+/// What the server's metrics say, if they do.
+fn seen(value: Option<f64>, shown: impl Fn(f64) -> String) -> String {
+    value.map_or_else(|| "-".to_owned(), shown)
+}
+
+fn percent(share: f64) -> String {
+    format!("{:.0} %", 100.0 * share)
+}
+
+fn turn_by_turn(r: &TurnsReport) -> String {
+    let mut out = format!("{} chats behind a system prompt of {} tokens\n\n", r.chats, r.system_tokens);
+    let rows = r.uncached.iter().zip(&r.cached).map(|(without, with)| {
+        let time = |t: &turns::Turn| format!("{:.0} / {:.0} ms", t.ttft_ms.p50, t.ttft_ms.p95);
+        let share = format!("{:.0} of {:.0}", with.cached_tokens, with.prompt_tokens);
+        let gain = format!("{:.1}", without.ttft_ms.p50 / with.ttft_ms.p50.max(f64::EPSILON));
+        vec![with.turn.to_string(), time(without), time(with), gain, share]
+    });
+    let header = ["TURN", "TTFT P50/P95 WITHOUT CACHE", "WITH", "TIMES FASTER", "TOKENS CACHED"];
+    out.push_str(&table(&header, rows));
+    out
 }
 
 fn people(plan: &LoadPlan, reports: &[LoadReport]) -> String {
@@ -112,6 +156,14 @@ fn people(plan: &LoadPlan, reports: &[LoadReport]) -> String {
         row("request P50/P95/P99", &|r| spread(r.latency_ms)),
         row("tokens in/out, mean", &|r| format!("{:.0} / {:.0}", r.prompt_tokens_mean, r.output_tokens_mean)),
         row("failed", &|r| r.failed.to_string()),
+        row("worker memory, peak", &|r| seen(r.server.resident_bytes_peak, |b| bytes(b as u64))),
+        row("KV in use, peak", &|r| seen(r.server.kv_usage_peak, percent)),
+        row("swap space in use, peak", &|r| seen(r.server.swap_usage_peak, percent)),
+        row("preemptions", &|r| seen(r.server.preemptions, |n| format!("{n:.0}"))),
+        row("blocks swapped out/in", &|r| {
+            let number = |n: Option<f64>| seen(n, |n| format!("{n:.0}"));
+            format!("{} / {}", number(r.server.swapped_out_blocks), number(r.server.swapped_in_blocks))
+        }),
         row("seconds", &|r| format!("{:.1}", r.wall_seconds)),
     ];
     out.push_str(&table(&header, rows));

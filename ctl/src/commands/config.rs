@@ -3,7 +3,7 @@
 use crate::cli::ConfigAct;
 use crate::client::Admin;
 use crate::output::{bad, good, show, table};
-use anyhow::Result;
+use anyhow::{Context, Result};
 use ernie_proto::admin::{ConfigReply, Reload, SetConfig};
 use std::process::ExitCode;
 
@@ -35,6 +35,16 @@ pub(super) async fn run(admin: &Admin, json: bool, act: ConfigAct) -> Result<Exi
             print(json, &reply, "in force")
         }
     }
+}
+
+/// `set KEY=VALUE`.
+pub(super) async fn set(admin: &Admin, json: bool, assignment: &str) -> Result<ExitCode> {
+    let (key, value) = assignment
+        .split_once('=')
+        .with_context(|| format!("{assignment:?} is no KEY=VALUE; try `ernie-ctl set swap.policy=always`"))?;
+    let (key, value) = (key.trim().to_owned(), Some(value.trim().to_owned()));
+    let reply: Reload = admin.post("/v1/config/set", &SetConfig { key, value }).await?;
+    print(json, &reply, "in force")
 }
 
 pub(super) async fn reload(admin: &Admin, json: bool) -> Result<ExitCode> {

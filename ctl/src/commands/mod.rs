@@ -8,6 +8,7 @@ mod config;
 mod doctor;
 mod events;
 mod keys;
+mod kv;
 mod logs;
 mod model;
 mod models;
@@ -20,7 +21,7 @@ use crate::client::{Admin, Api};
 use crate::output;
 use anyhow::{Context, Result};
 use clap::CommandFactory;
-use ernie_proto::admin::{Done, Status};
+use ernie_proto::admin::Status;
 use std::process::ExitCode;
 
 /// Runs the verb.
@@ -41,10 +42,9 @@ pub(crate) async fn run(cli: Cli) -> Result<ExitCode> {
         Verb::Swap(args) => return models::swap(&admin, json, args).await,
         Verb::Rollback { reason, no_wait } => return models::rollback(&admin, json, reason, no_wait).await,
         Verb::Model { act } => return model::run(&admin, json, act).await,
-        Verb::ResetPrefixCache => {
-            let done: Done = admin.post("/v1/prefix-cache/reset", &serde_json::json!({})).await?;
-            output::show(json, &done, |d| format!("{}\n", d.message))?;
-        }
+        Verb::Kv { act, top } => kv::run(&admin, json, act, top).await?,
+        Verb::Set { assignment } => return config::set(&admin, json, &assignment).await,
+        Verb::ResetPrefixCache => kv::drop_prefixes(&admin, json).await?,
         Verb::Metrics => output::print(&admin.text("/v1/metrics").await?)?,
         Verb::Events { lines } => events::run(&admin, json, lines).await?,
         Verb::Chat(args) => chat::run(&admin, args).await?,

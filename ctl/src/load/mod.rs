@@ -8,6 +8,8 @@
 mod prompts;
 pub(crate) mod steady;
 mod stream;
+pub(crate) mod turns;
+mod watch;
 
 pub(crate) use prompts::PromptKind;
 
@@ -30,6 +32,8 @@ pub(crate) struct LoadPlan {
     pub(crate) users: usize,
     pub(crate) requests: usize,
     pub(crate) prompt_tokens: usize,
+    /// Lengths lie evenly within this share below and above `prompt_tokens`.
+    pub(crate) prompt_spread: f64,
     pub(crate) output_tokens: usize,
     /// That many leading prompt tokens are the same in every request.
     pub(crate) shared_prefix_tokens: usize,
@@ -70,6 +74,8 @@ pub(crate) struct LoadReport {
     pub(crate) itl_ms: Summary,
     pub(crate) tpot_ms: Summary,
     pub(crate) latency_ms: Summary,
+    /// As the server's metrics have it.
+    pub(crate) server: watch::Seen,
 }
 
 /// Runs one level to its end. `on_request` hears of every finished request (for a progress bar).
@@ -92,6 +98,7 @@ pub(crate) async fn run(plan: &LoadPlan, on_request: impl Fn() + Send + Sync + '
     let prompts = Arc::new(prompts);
     let next = Arc::new(AtomicUsize::new(0));
     let on_request = Arc::new(on_request);
+    let watch = watch::Watch::start(target.clone());
     let begin = Instant::now();
     let mut users = Vec::new();
     for user in 0..plan.users {
@@ -116,7 +123,8 @@ pub(crate) async fn run(plan: &LoadPlan, on_request: impl Fn() + Send + Sync + '
     for user in users {
         outcomes.extend(user.await?);
     }
-    report(plan, model, begin.elapsed(), outcomes)
+    let elapsed = begin.elapsed();
+    Ok(LoadReport { server: watch.end().await, ..report(plan, model, elapsed, outcomes)? })
 }
 
 fn report(
@@ -153,6 +161,7 @@ fn report(
             (o.output_tokens > 1).then(|| gaps.as_secs_f64() / (o.output_tokens - 1) as f64)
         }),
         latency_ms: per_request(&|o| Some(o.latency.as_secs_f64())),
+        server: watch::Seen::default(),
     })
 }
 

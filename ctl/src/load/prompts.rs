@@ -27,6 +27,7 @@ pub(crate) enum PromptKind {
 pub(super) struct Prompts {
     kind: PromptKind,
     tokens: usize,
+    spread: f64,
     shared: usize,
     seed: u64,
     words_per_token: f64,
@@ -38,6 +39,7 @@ impl Prompts {
         Self {
             kind: plan.prompt_kind,
             tokens: plan.prompt_tokens,
+            spread: plan.prompt_spread,
             shared: plan.shared_prefix_tokens.min(plan.prompt_tokens),
             seed: plan.seed,
             words_per_token: 1.0,
@@ -62,9 +64,18 @@ impl Prompts {
 
     fn sized(&self, shared_tokens: usize, index: u64) -> Value {
         let scale = if self.kind == PromptKind::Words { self.words_per_token } else { 1.0 };
-        let total = (((self.tokens as f64 - self.overhead_tokens) * scale).round() as usize).max(1);
+        // Evenly spread around the mean; a seed of its own, so that the words do not depend on it.
+        let draw = SplitMix(self.seed ^ !index.wrapping_mul(0x2545_f491_4f6c_dd1d)).next() as f64 / u64::MAX as f64;
+        let tokens = self.tokens as f64 * (1.0 + self.spread * (2.0 * draw - 1.0));
+        let total = (((tokens - self.overhead_tokens) * scale).round() as usize).max(1);
         let shared = ((shared_tokens as f64 * scale).round() as usize).min(total);
         self.units(total, shared, index)
+    }
+
+    /// Words of about so many tokens, the same for the same index.
+    pub(super) fn words(&self, tokens: usize, index: u64) -> String {
+        let total = ((tokens as f64 * self.words_per_token).round() as usize).max(1);
+        self.units(total, 0, index).as_str().unwrap_or_default().to_owned()
     }
 
     fn units(&self, total: usize, shared: usize, index: u64) -> Value {
@@ -122,6 +133,7 @@ mod tests {
             users: 1,
             requests: 1,
             prompt_tokens: 32,
+            prompt_spread: 0.0,
             output_tokens: 4,
             shared_prefix_tokens: shared,
             prompt_kind: PromptKind::TokenIds,
@@ -140,6 +152,15 @@ mod tests {
         assert_eq!((a.len(), b.len()), (32, 32));
         assert_eq!(a[..20], b[..20]);
         assert_ne!(a[20..], b[20..]);
+    }
+
+    #[test]
+    fn spread_prompts_keep_their_mean() {
+        let prompts = Prompts::new(&LoadPlan { prompt_tokens: 320, prompt_spread: 0.5, ..plan(0) });
+        let lengths: Vec<usize> = (0..400).map(|i| prompts.make(i).as_array().expect("ids").len()).collect();
+        let mean = lengths.iter().sum::<usize>() as f64 / 400.0;
+        assert!((310.0..330.0).contains(&mean), "{mean}");
+        assert!(lengths.iter().any(|l| *l < 180) && lengths.iter().any(|l| *l > 460));
     }
 
     #[test]

@@ -29,6 +29,8 @@ pub(super) struct Outcome {
     pub(super) output_tokens: usize,
     /// `system_fingerprint`: which build and revision answered. One for the whole answer.
     pub(super) fingerprint: Option<String>,
+    pub(super) cached_tokens: usize,
+    pub(super) text: String,
 }
 
 impl Target {
@@ -53,18 +55,39 @@ impl Target {
             .with_context(|| format!("no end within {:?}", self.timeout))?
     }
 
+    /// The same for a chat whose messages (and what else it wants) are in `body`.
+    pub(super) async fn chat_once(&self, body: Value, output_tokens: usize) -> Result<Outcome> {
+        tokio::time::timeout(self.timeout, self.stream_of("/v1/chat/completions", body, output_tokens))
+            .await
+            .with_context(|| format!("no end within {:?}", self.timeout))?
+    }
+
+    /// The server's metrics. `None`: it has none, or none for us.
+    pub(super) async fn metrics(&self) -> Option<String> {
+        let response = self.send("GET", "/metrics", Bytes::new()).await.ok().filter(|r| r.status().is_success())?;
+        let body = response.into_body().collect().await.ok()?.to_bytes();
+        String::from_utf8(body.to_vec()).ok()
+    }
+
     async fn stream(&self, prompt: Value, output_tokens: usize) -> Result<Outcome> {
-        let mut body = json!({
-            "model": self.model, "max_tokens": output_tokens, "temperature": 0, "ignore_eos": true, "stream": true,
-            "stream_options": {"include_usage": true},
-        });
-        let path = if self.chat {
-            body["messages"] = json!([{"role": "user", "content": prompt}]);
-            "/v1/chat/completions"
-        } else {
-            body["prompt"] = prompt;
-            "/v1/completions"
-        };
+        if self.chat {
+            let body = json!({"messages": [{"role": "user", "content": prompt}]});
+            return self.stream_of("/v1/chat/completions", body, output_tokens).await;
+        }
+        self.stream_of("/v1/completions", json!({"prompt": prompt}), output_tokens).await
+    }
+
+    async fn stream_of(&self, path: &str, mut body: Value, output_tokens: usize) -> Result<Outcome> {
+        for (name, value) in [
+            ("model", json!(self.model)),
+            ("max_tokens", json!(output_tokens)),
+            ("temperature", json!(0)),
+            ("ignore_eos", json!(true)),
+            ("stream", json!(true)),
+            ("stream_options", json!({"include_usage": true})),
+        ] {
+            body[name] = value;
+        }
         let begin = Instant::now();
         let response = self.send("POST", path, Bytes::from(body.to_string())).await?;
         let status = response.status();
@@ -73,7 +96,8 @@ impl Target {
             bail!("HTTP {}: {}", status.as_u16(), String::from_utf8_lossy(&text[..text.len().min(300)]));
         }
         let mut events = Events { body: response.into_body(), buffer: Vec::new() };
-        let (mut first, mut last, mut gaps, mut usage) = (None, begin, Vec::new(), (0, 0));
+        let (mut first, mut last, mut gaps, mut usage) = (None, begin, Vec::new(), (0, 0, 0));
+        let mut text = String::new();
         // Control tokens have no text: an answer of nothing else is timed by its first event with a choice.
         let mut answered = None;
         let mut fingerprint: Option<String> = None;
@@ -86,11 +110,13 @@ impl Target {
             }
             if let Some(u) = event.get("usage").filter(|u| u.is_object()) {
                 let count = |key: &str| u[key].as_u64().unwrap_or_default() as usize;
-                usage = (count("prompt_tokens"), count("completion_tokens"));
+                let cached = u["prompt_tokens_details"]["cached_tokens"].as_u64().unwrap_or_default() as usize;
+                usage = (count("prompt_tokens"), count("completion_tokens"), cached);
             }
             if event["choices"].get(0).is_some() {
                 answered.get_or_insert(now - begin);
             }
+            text.push_str(event["choices"][0]["delta"]["content"].as_str().unwrap_or_default());
             if has_text(&event) {
                 if first.is_none() {
                     first = Some(now - begin);
@@ -102,7 +128,17 @@ impl Target {
         }
         let ttft = first.or(answered.filter(|_| usage.1 > 0)).context("the stream ended without a token")?;
         let output_tokens = if usage.1 > 0 { usage.1 } else { gaps.len() + 1 };
-        Ok(Outcome { ttft, gaps, latency: begin.elapsed(), prompt_tokens: usage.0, output_tokens, fingerprint })
+        let (prompt_tokens, _, cached_tokens) = usage;
+        Ok(Outcome {
+            ttft,
+            gaps,
+            latency: begin.elapsed(),
+            prompt_tokens,
+            output_tokens,
+            cached_tokens,
+            text,
+            fingerprint,
+        })
     }
 
     async fn send(&self, method: &str, path: &str, body: Bytes) -> Result<http::Response<Incoming>> {

@@ -8,6 +8,7 @@ mod config;
 mod error;
 mod follow;
 mod keys;
+mod kv;
 mod logs;
 mod models;
 mod peer;
@@ -61,6 +62,7 @@ pub(crate) enum Verb {
     AuditList,
     AuditVerify,
     Metrics,
+    Kv,
     ResetPrefixCache,
     Swap,
     Rollback,
@@ -76,7 +78,9 @@ impl Verb {
             Self::Status | Self::Workers | Self::ConfigShow | Self::ConfigDiff | Self::LogShow | Self::Metrics => {
                 Role::Viewer
             }
-            Self::Usage | Self::AuditList | Self::AuditVerify | Self::KeyList | Self::ModelList => Role::Viewer,
+            Self::Kv | Self::Usage | Self::AuditList | Self::AuditVerify | Self::KeyList | Self::ModelList => {
+                Role::Viewer
+            }
             Self::RestartWorker | Self::Drain | Self::Reload | Self::LogLevel | Self::LogRotate => Role::Operator,
             Self::ResetPrefixCache | Self::Swap | Self::Rollback | Self::ModelAdd | Self::ModelRemove => Role::Operator,
             Self::ConfigSet | Self::KeyCreate | Self::KeyRevoke | Self::KeyRotate => Role::Admin,
@@ -105,6 +109,7 @@ impl Verb {
             Self::AuditList => "audit.list",
             Self::AuditVerify => "audit.verify",
             Self::Metrics => "metrics",
+            Self::Kv => "kv",
             Self::ResetPrefixCache => "prefix_cache.reset",
             Self::Swap => "model.swap",
             Self::Rollback => "model.rollback",
@@ -276,6 +281,7 @@ pub(crate) fn router(control: &Arc<Control>) -> Router {
         .route("/v1/workers/restart", post(workers::restart).layer(gate(Verb::RestartWorker)))
         .route("/v1/drain", post(workers::drain).layer(gate(Verb::Drain)))
         .route("/v1/prefix-cache/reset", post(workers::reset_prefix_cache).layer(gate(Verb::ResetPrefixCache)))
+        .route("/v1/kv", get(kv::show).layer(gate(Verb::Kv)))
         .route("/v1/metrics", get(status::metrics).layer(gate(Verb::Metrics)))
         .route("/v1/reload", post(config::reload).layer(gate(Verb::Reload)))
         .route("/v1/config", get(config::show).layer(gate(Verb::ConfigShow)))

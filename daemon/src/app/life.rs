@@ -172,6 +172,7 @@ impl Daemon {
             () = again => tracing::warn!("asked again to stop: leaving at once"),
         }
         fleet.shutdown().await;
+        super::swap::delete_files(&control.config());
         control.close().await;
         tracing::info!("Stopped.");
     }

@@ -9,6 +9,7 @@ mod first;
 mod life;
 mod listen;
 mod observe;
+mod swap;
 
 use crate::cli::{EXIT_ADDRESS, EXIT_CONFIG, complain};
 use crate::config::{Config, ModelSource, Sources};
@@ -20,7 +21,7 @@ use crate::supervisor::{
 use crate::system::{memory, notify, sockets};
 use crate::telemetry::logging::{Logging, Milestones};
 use crate::telemetry::metrics::{CacheSettings, Metrics, MetricsSetup};
-use ernie_proto::worker::{Load, SwapPolicy};
+use ernie_proto::worker::Load;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -141,6 +142,7 @@ async fn start(
         ModelSource::Dir(dir) => dir.clone(),
         ModelSource::Demo => demo::unpack(&config.paths.state_dir)?,
     };
+    swap::delete_files(&config);
     let model_dir = model_dir.canonicalize().unwrap_or(model_dir);
     let first = first_model(&config, &model_dir).await?;
     let serves = first.verified.dir().to_owned();
@@ -201,6 +203,8 @@ async fn start(
             tokio::spawn(async move { fleet.configure(settings).await });
         }
     });
+    swap::follow(&control, &fleet);
+    tokio::spawn(crate::http::responses::background::resume(Arc::clone(&http)));
     tokio::spawn(crate::http::batches::run(Arc::clone(&http)));
     crate::admin::watch_disk(&control);
     crate::admin::serve(admin_socket, &control)
@@ -251,7 +255,10 @@ fn deployment(config: &Config, first: &first::First) -> DeploymentSpec {
         kv_cache_bytes: config.engine.kv_cache_bytes,
         memory_bytes: memory_bytes(config),
         max_prefill_chunk: config.engine.max_prefill_chunk,
-        swap_policy: if config.engine.swap_space_bytes > 0 { SwapPolicy::OnPressure } else { SwapPolicy::Off },
+        swap: swap::now(&config.swap, false),
+        swap_disk: swap::disk(config),
+        fair_share: config.engine.fair_share,
+        aging_tokens: config.engine.aging_tokens,
         manifest: verified.manifest().map(Manifest::to_wire).unwrap_or_default(),
         enable_prefix_caching: config.engine.enable_prefix_caching,
         threads: config.engine.threads,

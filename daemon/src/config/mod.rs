@@ -16,7 +16,7 @@ pub mod show;
 pub use layers::Sources;
 pub use resolve::{Environment, resolve};
 
-use ernie_proto::worker::{Dtype, Quantization};
+use ernie_proto::worker::{Dtype, Quantization, SwapPolicy, SwapRestore};
 use std::fmt;
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -28,6 +28,7 @@ pub struct Config {
     pub server: ServerConfig,
     pub model: ModelConfig,
     pub engine: EngineConfig,
+    pub swap: SwapConfig,
     pub workers: WorkersConfig,
     pub rollout: RolloutConfig,
     pub limits: LimitsConfig,
@@ -114,6 +115,32 @@ pub struct EngineConfig {
     pub threads: u32,
     pub pin_threads: bool,
     pub seed: u64,
+    pub fair_share: bool,
+    pub aging_tokens: u64,
+}
+
+/// What goes to the swap space.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SwapConfig {
+    pub policy: SwapChoice,
+    /// Minutes of the day in UTC, from and to; over midnight when from is the later one.
+    pub window: Option<(u16, u16)>,
+    pub restore: SwapRestore,
+    pub sequence_share: f32,
+    pub high_watermark: f32,
+    pub low_watermark: f32,
+    pub memory_floor_bytes: u64,
+    /// Of each worker's file; 0: none.
+    pub disk_bytes: u64,
+    /// `None`: in the state directory.
+    pub disk_dir: Option<PathBuf>,
+}
+
+/// A policy, or one that goes by the clock.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum SwapChoice {
+    Fixed(SwapPolicy),
+    Window,
 }
 
 /// How workers are watched and restarted.
@@ -171,6 +198,8 @@ pub struct LimitsConfig {
     pub max_choices: u32,
     /// Alternatives per token.
     pub max_logprobs: u32,
+    /// Responses kept for later.
+    pub stored_responses: u32,
     /// Bound of every chat's history in tokens.
     pub truncate_history: Option<u32>,
 }

@@ -93,6 +93,20 @@ pub fn duration(text: &str) -> Result<Duration, Expected> {
     Duration::try_from_secs_f64(number * seconds).map_err(|_| expected())
 }
 
+/// `09:00-12:30` as minutes of the day.
+pub fn window(text: &str) -> Result<(u16, u16), Expected> {
+    let minutes = |t: &str| {
+        let (hours, minutes) = t.trim().split_once(':')?;
+        let (hours, minutes): (u16, u16) = (hours.parse().ok()?, minutes.parse().ok()?);
+        (hours < 24 && minutes < 60).then_some(hours * 60 + minutes)
+    };
+    let (from, to) = text.split_once('-').unwrap_or_default();
+    match (minutes(from), minutes(to)) {
+        (Some(from), Some(to)) if from != to => Ok((from, to)),
+        _ => Err("expected two times of the day in UTC such as 09:00-12:30".to_owned()),
+    }
+}
+
 /// File permissions in octal.
 pub fn mode(text: &str) -> Result<u32, Expected> {
     match text {

@@ -5,9 +5,9 @@ use super::settings::by_key;
 use super::{
     AdminConfig, AuditConfig, Config, ConfigError, ConfigErrors, EngineConfig, ErrorStyle, LimitsConfig, LogFormat,
     LoggingConfig, MetricsConfig, ModelConfig, ModelSource, PathsConfig, RolloutConfig, RolloutRules, Secret,
-    ServerConfig, WorkersConfig, parse,
+    ServerConfig, SwapChoice, SwapConfig, WorkersConfig, parse,
 };
-use ernie_proto::worker::{Dtype, Quantization};
+use ernie_proto::worker::{Dtype, Quantization, SwapPolicy, SwapRestore};
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -63,6 +63,7 @@ pub fn resolve(
         server: r.server(),
         model: r.model(),
         engine: r.engine(),
+        swap: r.swap(),
         workers: r.workers(),
         rollout: r.rollout(),
         limits: LimitsConfig {
@@ -70,6 +71,7 @@ pub fn resolve(
             max_queued_tokens: r.integer("limits.max_queued_tokens", 1, u64::MAX),
             max_choices: r.u32("limits.max_choices", 1, 1024),
             max_logprobs: r.u32("limits.max_logprobs", 0, 1000),
+            stored_responses: r.u32("limits.stored_responses", 1, 1_000_000),
             truncate_history: r
                 .optional("limits.truncate_history", |t| parse::integer(t, 1, 1 << 30).map(|n| n as u32)),
         },
@@ -208,7 +210,45 @@ impl Resolver<'_> {
             threads: self.u32("engine.threads", 0, 1024),
             pin_threads: self.bool("engine.pin_threads"),
             seed: self.integer("engine.seed", 0, u64::MAX),
+            fair_share: self.bool("engine.fair_share"),
+            aging_tokens: self.integer("engine.priority_aging", 0, u64::MAX),
         }
+    }
+
+    fn swap(&mut self) -> SwapConfig {
+        let window = self.optional("swap.window", parse::window);
+        let policy = self.choice(
+            "swap.policy",
+            &[
+                ("on-pressure", SwapChoice::Fixed(SwapPolicy::OnPressure)),
+                ("off", SwapChoice::Fixed(SwapPolicy::Off)),
+                ("always", SwapChoice::Fixed(SwapPolicy::Always)),
+                ("window", SwapChoice::Window),
+            ],
+        );
+        if policy == SwapChoice::Window && window.is_none() {
+            let message = "is window, but there is no window".to_owned();
+            self.refuse("swap.policy", message, "set swap.window to a time of day such as 09:00-12:30");
+        }
+        let swap = SwapConfig {
+            policy,
+            window,
+            restore: self.choice(
+                "swap.restore",
+                &[("auto", SwapRestore::Auto), ("swap", SwapRestore::Swap), ("recompute", SwapRestore::Recompute)],
+            ),
+            sequence_share: self.value("swap.sequence_share", 1.0, parse::fraction),
+            high_watermark: self.value("swap.high_watermark", 0.95, parse::fraction),
+            low_watermark: self.value("swap.low_watermark", 0.85, parse::fraction),
+            memory_floor_bytes: self.value("swap.memory_floor", 0, |t| parse::size(t, 1)),
+            disk_bytes: self.value("swap.disk_space", 0, |t| parse::size(t, 1 << 30)),
+            disk_dir: self.path("swap.disk_dir"),
+        };
+        if swap.low_watermark > swap.high_watermark {
+            let message = format!("{} is above swap.high_watermark {}", swap.low_watermark, swap.high_watermark);
+            self.refuse("swap.low_watermark", message, "the low mark is below the high one");
+        }
+        swap
     }
 
     fn workers(&mut self) -> WorkersConfig {

@@ -105,6 +105,19 @@ pub const SETTINGS: &[Setting] = settings! {
     "engine.pin_threads" "pin-threads" Switch, "false", Workers, "pin compute threads to cores";
     "engine.seed" "seed" Value("N"), "0", Workers, "seed of requests that bring none";
 
+    "engine.fair_share" "fair-share" Switch, "true", Workers, "give API keys equal shares of the tokens while they compete, instead of first come, first served";
+    "engine.priority_aging" "priority-aging" Value("TOKENS"), "262144", Workers, "a request of low priority that has waited while so many tokens were computed goes first; 0: never";
+
+    "swap.policy" "swap-policy" Value("off|on-pressure|always|window"), "on-pressure", Live, "what is copied to the swap space: nothing, KV of preempted sequences, evicted prefixes too, or both within swap.window only";
+    "swap.window" "swap-window" Value("HH:MM-HH:MM"), "", Live, "time of day (UTC) in which policy window is always; outside it is off";
+    "swap.restore" "swap-restore" Value("auto|swap|recompute"), "auto", Live, "how a preempted sequence comes back: the cheaper way as measured, always copies, never copies";
+    "swap.sequence_share" "swap-sequence-share" Value("FRACTION"), "1", Live, "share of the swap space that one preempted sequence may take";
+    "swap.high_watermark" "swap-high-watermark" Value("FRACTION"), "0.95", Live, "evicted prefixes are taken up to this share of the swap space";
+    "swap.low_watermark" "swap-low-watermark" Value("FRACTION"), "0.85", Live, "and make room down to this one when it is reached";
+    "swap.disk_space" "swap-disk-space" Value("GIB"), "0", Workers, "file below the swap space in memory, per worker; a bare number is GiB";
+    "swap.disk_dir" "swap-disk-dir" Value("DIR"), "", Workers, "folder of that file, on a fast disk; default: swap/ in the state directory";
+    "swap.memory_floor" "swap-memory-floor" Value("SIZE"), "256MiB", Live, "with less host memory available than this, swapping is off until there is twice as much";
+
     "workers.count" "workers" Value("N"), "1", Daemon, "worker processes, each with its own copy of the model";
     "workers.stall_timeout" "stall-timeout" Value("DURATION"), "10s", Live, "a worker with work and without progress for this long is replaced";
     "workers.load_timeout" "load-timeout" Value("DURATION"), "90s", Live, "loading without a byte of progress for this long is a failure";
@@ -133,6 +146,7 @@ pub const SETTINGS: &[Setting] = settings! {
     "limits.max_queued_tokens" "max-num-queued-tokens" Value("N"), "4194304", Live, "prompt tokens that may wait; more are refused with 503";
     "limits.max_choices" "max-choices" Value("N"), "16", Live, "largest n of a request";
     "limits.max_logprobs" "max-logprobs" Value("N"), "20", Live, "most alternatives per token";
+    "limits.stored_responses" "stored-responses" Value("N"), "10000", Live, "responses of /v1/responses that are kept for later; the oldest go first";
     "limits.truncate_history" "truncate-history" Value("TOKENS"), "", Live, "leave out the oldest turns of longer chats; requests may ask for their own bound";
 
     "logging.format" "log-format" Value("text|json|vllm|bracket"), "text", Daemon, "shape of log lines";

@@ -154,6 +154,13 @@ impl KeyStore {
         Ok(store)
     }
 
+    /// Names of all keys by the number that stands for them in the engine.
+    pub fn names(&self) -> HashMap<u64, String> {
+        let table = self.table.borrow();
+        let known = table.entries.iter().map(|e| &e.principal).chain([&self.anonymous.0]);
+        known.map(|p| (p.cache_salt, p.name.to_string())).collect()
+    }
+
     /// Takes configuration and store anew; what keys have used so far stays counted.
     pub async fn reload(&self, configured: &[Secret]) -> Result<(), StoreError> {
         let stored = self.audit.reader().keys().await?;

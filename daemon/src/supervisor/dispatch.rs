@@ -49,6 +49,8 @@ struct Request {
     deployment: DeploymentId,
     submission: Submission,
     choices: Vec<ChoiceSoFar>,
+    /// Choices that the client's side ended; their worker may not know yet.
+    cut: Vec<u16>,
     /// Choices that have not ended.
     open: u32,
     events: mpsc::Sender<GenerationEvent>,
@@ -163,6 +165,7 @@ impl Requests {
             open: u32::from(submission.choices),
             submission,
             choices,
+            cut: Vec::new(),
             events,
             worker: None,
             started: false,
@@ -235,6 +238,9 @@ impl Requests {
     fn apply_output(&mut self, worker: WorkerId, output: SequenceOutput, now: Instant, applied: &mut Applied) {
         let id = output.request;
         let Some(request) = self.all.get_mut(&id).filter(|r| r.worker == Some(worker)) else { return };
+        if request.cut.contains(&output.choice) {
+            return;
+        }
         let limit = request.submission.sampling.max_tokens as usize;
         let (index, finished) = (usize::from(output.choice), output.finish.is_some());
         let impossible = match request.choices.get_mut(index) {
@@ -304,6 +310,24 @@ impl Requests {
                 applied.abandoned.push(id);
             }
         }
+    }
+
+    /// One choice has said enough. The worker that has to be told, if one has it, and whether it was the last one.
+    pub(super) fn end_choice(&mut self, id: RequestId, choice: u16) -> Option<(WorkerId, bool)> {
+        let request = self.all.get_mut(&id)?;
+        let so_far = request.choices.get_mut(usize::from(choice)).filter(|c| !c.finished)?;
+        so_far.finished = true;
+        request.cut.push(choice);
+        request.open -= 1;
+        let (worker, deployment, last) = (request.worker, request.deployment, request.open == 0);
+        if let Some(assigned) = worker.and_then(|worker| self.workers.get_mut(&worker)) {
+            assigned.choices = assigned.choices.saturating_sub(1);
+        }
+        if last {
+            self.figures.entry(deployment).or_default().finished += 1;
+            self.remove(id);
+        }
+        worker.map(|worker| (worker, last))
     }
 
     /// The client is gone. The worker that has to be told, if one has it.
@@ -426,6 +450,7 @@ impl Request {
             sampling,
             priority: self.submission.priority,
             cache_salt: self.submission.cache_salt,
+            owner: self.submission.owner,
         }
     }
 }

@@ -7,7 +7,7 @@ use super::deployment::{Absent, Deployment, Routing};
 use super::rollout::{RolloutRefusal, RolloutStatus, SwapRequest};
 use super::status::FleetStatus;
 use ernie_proto::ids::{RequestId, WorkerId};
-use ernie_proto::worker::{SamplingParams, SequenceOutput, TokenLogprobs};
+use ernie_proto::worker::{KvReport, SamplingParams, SequenceOutput, SwapSettings, TokenLogprobs};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
@@ -40,6 +40,8 @@ pub struct Submission {
     pub priority: i32,
     /// Requests with different salts never share cached prefixes.
     pub cache_salt: u64,
+    /// Whose it is; owners get equal shares while they compete.
+    pub owner: u64,
 }
 
 /// What a request brings, in order.
@@ -133,6 +135,15 @@ pub(super) enum Command {
     },
     ResetPrefixCache,
     Configure(Box<super::SupervisorSettings>),
+    /// One choice has said enough; the others go on.
+    EndChoice {
+        request: RequestId,
+        choice: u16,
+    },
+    AskKv {
+        reply: oneshot::Sender<Vec<(WorkerId, KvReport)>>,
+    },
+    SetSwap(SwapSettings),
 }
 
 #[derive(Debug)]
@@ -209,7 +220,8 @@ impl FleetHandle {
         // Room for everything this request can ever bring: a slow client keeps its own answer in memory and blocks nobody.
         let tokens = submission.sampling.max_tokens as usize * usize::from(submission.choices);
         let (events, receiver) = mpsc::channel(tokens + EVENTS_BESIDES_TOKENS);
-        let generation = Generation { id, events: receiver, permit: Some(permit) };
+        let commands = self.commands.clone();
+        let generation = Generation { id, events: receiver, commands, permit: Some(permit) };
         // Declared after `generation`: when this future is dropped the reply closes first, and a command still under way is
         // then ignored.
         let (reply, answer) = oneshot::channel();
@@ -278,6 +290,18 @@ impl FleetHandle {
         let _ = self.commands.send(Command::Configure(Box::new(settings))).await;
     }
 
+    /// Who holds the KV blocks of the serving workers. `None`: no answer within `patience`, as workers answer between steps.
+    pub async fn kv_report(&self, patience: Duration) -> Result<Option<Vec<(WorkerId, KvReport)>>, SupervisorGone> {
+        let (reply, answer) = oneshot::channel();
+        self.commands.send(Command::AskKv { reply }).await.map_err(|_| SupervisorGone)?;
+        Ok(tokio::time::timeout(patience, answer).await.ok().and_then(Result::ok))
+    }
+
+    /// Changes what goes to the swap space, in all workers and those that come.
+    pub async fn set_swap(&self, settings: SwapSettings) -> Result<(), SupervisorGone> {
+        self.commands.send(Command::SetSwap(settings)).await.map_err(|_| SupervisorGone)
+    }
+
     /// Drops every cached prefix of all workers.
     pub async fn reset_prefix_cache(&self) -> Result<(), SupervisorGone> {
         self.commands.send(Command::ResetPrefixCache).await.map_err(|_| SupervisorGone)
@@ -292,6 +316,7 @@ const EVENTS_BESIDES_TOKENS: usize = 4;
 pub struct Generation {
     id: RequestId,
     events: mpsc::Receiver<GenerationEvent>,
+    commands: mpsc::Sender<Command>,
     /// Taken when the request has ended by itself.
     permit: Option<mpsc::OwnedPermit<RequestId>>,
 }
@@ -299,6 +324,12 @@ pub struct Generation {
 impl Generation {
     pub fn id(&self) -> RequestId {
         self.id
+    }
+
+    /// Ends one choice while others go on: what it brings from now on is dropped. Only saves work, so it never waits: a
+    /// supervisor with a full queue is not told.
+    pub fn end_choice(&self, choice: u16) {
+        let _ = self.commands.try_send(Command::EndChoice { request: self.id, choice });
     }
 
     /// The next event; `None` after the last one.

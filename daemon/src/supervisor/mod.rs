@@ -7,6 +7,7 @@
 mod deployment;
 mod dispatch;
 mod fleet;
+mod kv;
 mod liveness;
 mod observe;
 mod probe;
@@ -51,11 +52,11 @@ pub use worker::{ReexecWorker, SpawnWorker, SpawnedWorker, WORKER_FD, WorkerPipe
 use crate::model_store::{Configured, Links, Served};
 use dispatch::Requests;
 use ernie_proto::ids::{DeploymentId, RequestId, WorkerId};
-use ernie_proto::worker::{Loaded, StepStats, ToWorker};
+use ernie_proto::worker::{Loaded, StepStats, SwapSettings, ToWorker};
 use fleet::{COMMANDS_MAX, Command, NewRequest};
 use publish::Rates;
 use rollouts::{Report, Rollouts};
-use slots::{Slot, SlotKey};
+use slots::{Slot, SlotKey, Stage};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -189,6 +190,8 @@ pub fn start_with(
         next_deployment: 1,
         next_worker: 1,
         counters: FleetCounters::default(),
+        kv_asks: Vec::new(),
+        swap: None,
         base: StepStats::default(),
         rates: Rates::default(),
         drain: None,
@@ -248,6 +251,9 @@ struct Supervisor {
     next_deployment: u64,
     next_worker: u64,
     counters: FleetCounters,
+    kv_asks: Vec<kv::KvAsk>,
+    /// What an operator has set since the start.
+    swap: Option<SwapSettings>,
     /// Counters of slots that are no more.
     base: StepStats,
     rates: Rates,
@@ -349,6 +355,14 @@ impl Supervisor {
             Command::ResetPrefixCache => {
                 for slot in self.slots.values().filter(|slot| slot.serves()) {
                     slot.send(ToWorker::ResetPrefixCache);
+                }
+            }
+            Command::AskKv { reply } => self.ask_kv(reply),
+            Command::SetSwap(settings) => self.set_swap(settings),
+            Command::EndChoice { request, choice } => {
+                if let Some((worker, last)) = self.requests.end_choice(request, choice) {
+                    let message = if last { ToWorker::Abort(request) } else { ToWorker::EndChoice(request, choice) };
+                    self.send(worker, message);
                 }
             }
         }

@@ -126,8 +126,14 @@ async fn ask(fleet: &FleetHandle, deployment: &Arc<Deployment>, probe: &Probe, s
         ignore_eos: !strict,
         ..SamplingParams::default()
     };
-    let submission =
-        Submission { prompt: probe.prompt.clone(), choices: 1, sampling, priority: 0, cache_salt: PROBE_SALT };
+    let submission = Submission {
+        prompt: probe.prompt.clone(),
+        choices: 1,
+        sampling,
+        priority: 0,
+        cache_salt: PROBE_SALT,
+        owner: PROBE_SALT,
+    };
     let began = Instant::now();
     let mut generation = fleet.submit(deployment, submission).await.map_err(|refusal| refusal.to_string())?;
     let mut answer = Answer::default();

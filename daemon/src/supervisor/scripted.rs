@@ -355,7 +355,12 @@ impl Life {
                 self.running.remove(&id);
             }
             ToWorker::Ping(n) => self.send(FromWorker::Pong(n)).await,
-            ToWorker::ResetPrefixCache | ToWorker::Hello(_) | ToWorker::Load(_) => {}
+            ToWorker::AskKv => self.send(FromWorker::Kv(Box::default())).await,
+            ToWorker::EndChoice(..)
+            | ToWorker::SetSwap(_)
+            | ToWorker::ResetPrefixCache
+            | ToWorker::Hello(_)
+            | ToWorker::Load(_) => {}
             ToWorker::Shutdown => return false,
         }
         true

@@ -250,6 +250,7 @@ impl Supervisor {
 
     /// Takes a worker's requests from it. With a reason, its end counts against them.
     fn orphan(&mut self, worker: WorkerId, reason: Option<&str>) {
+        self.kv_lost(worker);
         let orphaned = self.requests.orphan(worker, reason);
         self.counters.requests_resumed += orphaned.resumed as u64;
         self.counters.requests_poisonous += orphaned.poisonous.len() as u64;
@@ -307,6 +308,9 @@ impl Supervisor {
             (FromWorker::Loaded(loaded), Stage::Loading) => {
                 live.stage = Stage::Ready;
                 let (worker, elapsed) = (live.id, now - live.started);
+                if let Some(settings) = self.swap {
+                    self.send(worker, ToWorker::SetSwap(settings));
+                }
                 self.tell(FleetEvent::WorkerReady { worker, deployment: key.0, slot: key.1, elapsed });
                 self.deployment_loaded(key.0, *loaded);
                 self.publish.at_once();
@@ -318,6 +322,10 @@ impl Supervisor {
                 }
             }
             (FromWorker::Beat(_), _) => live.beat = Some(now),
+            (FromWorker::Kv(report), Stage::Ready | Stage::Draining) => {
+                let worker = live.id;
+                self.on_kv(worker, &report);
+            }
             (FromWorker::StepFailed(message), Stage::Ready | Stage::Draining) => {
                 live.step_errors += 1;
                 let (worker, errors) = (live.id, live.step_errors);
@@ -527,5 +535,6 @@ fn name(message: &FromWorker) -> &'static str {
         FromWorker::Fatal(_) => "Fatal",
         FromWorker::StepFailed(_) => "StepFailed",
         FromWorker::Beat(_) => "Beat",
+        FromWorker::Kv(_) => "Kv",
     }
 }

@@ -128,6 +128,7 @@ impl Ask {
             sampling: SamplingParams { max_tokens: self.max_tokens, seed: 3, ..SamplingParams::default() },
             priority: 0,
             cache_salt: 0,
+            owner: 0,
         }
     }
 
@@ -646,4 +647,33 @@ fn loaded() -> Loaded {
         workspace_bytes: 0,
         load_seconds: vec![],
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn every_serving_worker_tells_who_holds_its_kv_blocks() {
+    let fleet = Fleet::start(faulty(Vec::new()), spec(2));
+    fleet.active().await;
+    fleet.status_where(|status| status.workers.iter().filter(|w| w.state == WorkerState::Ready).count() == 2).await;
+    let reports = fleet.handle.kv_report(Duration::from_secs(60)).await.expect("it runs").expect("both answer");
+    assert_eq!(reports.len(), 2);
+    assert!(reports[0].0 < reports[1].0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_choice_that_has_said_enough_is_not_run_again_by_the_next_worker() {
+    let fleet = Fleet::start(faulty(Vec::new()), spec(1));
+    let mut generation = fleet.submit(&Ask::new(5, 400).choices(2)).await.expect("taken");
+    let mut ended = false;
+    let mut tokens = [0, 0];
+    while let Some(event) = generation.next().await {
+        let GenerationEvent::Output(output) = event else { continue };
+        assert!(!(ended && output.choice == 0 && tokens[0] > 300), "what comes after the end is dropped");
+        tokens[usize::from(output.choice)] += 1;
+        if tokens[0] == 3 && !ended {
+            generation.end_choice(0);
+            ended = true;
+        }
+    }
+    assert_eq!(tokens[1], 400, "the other choice comes to its end");
+    assert!(tokens[0] < 400, "{tokens:?}");
 }
