@@ -418,7 +418,7 @@ async fn answer(
 }
 
 /// Whose batch it is, as it was kept.
-fn principal(owner: &Value) -> Principal {
+pub(super) fn principal(owner: &Value) -> Principal {
     let text = |name: &str| Arc::from(owner[name].as_str().unwrap_or("anonymous"));
     let models = owner["models"].as_array();
     Principal {

@@ -189,6 +189,7 @@ impl Api {
             reasoning: work.reasoning,
             priority: checked.priority,
             cache_salt: salt(&caller.principal, checked.cache_salt.as_deref()),
+            owner: caller.principal.cache_salt,
             arrival: caller.request_id.arrival,
             deadline: caller.deadline,
             request_id: caller.request_id.id.clone(),

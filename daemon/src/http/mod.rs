@@ -24,6 +24,7 @@ pub mod models;
 pub mod openapi;
 pub mod responses;
 pub mod sse;
+pub mod structural_tag;
 pub mod structured;
 pub mod tokenize;
 pub mod tools;
@@ -77,7 +78,9 @@ pub struct HttpSettings {
     pub system_policy: SystemPolicy,
     /// Bound of every chat's history in tokens; requests may ask for their own.
     pub truncate_history: Option<u32>,
-    /// Where files and batches are kept. `None`: they are not offered.
+    /// Responses kept for later; the oldest go first.
+    pub stored_responses: u32,
+    /// Where files, batches and responses are kept. `None`: the former are not offered, responses are kept in memory.
     pub state_dir: Option<PathBuf>,
     /// One log line per finished request.
     pub log_requests: bool,
@@ -100,6 +103,7 @@ impl Default for HttpSettings {
             reasoning_content: true,
             system_policy: SystemPolicy::Merge,
             truncate_history: None,
+            stored_responses: 10_000,
             state_dir: None,
             log_requests: true,
             text_places: 2,
@@ -122,7 +126,8 @@ pub struct Api {
     pub keys: KeyStore,
     settings: watch::Sender<Arc<HttpSettings>>,
     listen: ListenSettings,
-    responses: responses::Stored,
+    responses: responses::store::Stored,
+    running: responses::background::Running,
     files: Option<files::Files>,
     batches: Option<batches::Batches>,
     texts: TextPool,
@@ -160,7 +165,8 @@ impl Api {
             keys,
             settings: watch::Sender::new(Arc::new(settings)),
             listen,
-            responses: responses::Stored::default(),
+            responses: responses::store::Stored::new(state_dir.as_deref()),
+            running: responses::background::Running::default(),
             files: state_dir.as_deref().map(files::Files::new),
             batches: state_dir.as_deref().map(batches::Batches::new),
             texts,
@@ -187,6 +193,12 @@ impl Api {
 
     pub(crate) fn batches(&self) -> Result<&batches::Batches, error::ApiError> {
         self.batches.as_ref().ok_or_else(no_state_dir)
+    }
+
+    /// Keeps a response for later; await the handle to know that it is on disk.
+    fn keep_response(&self, kept: responses::store::Kept) -> impl Future<Output = ()> + use<> {
+        let writing = self.responses.keep(kept, self.settings().stored_responses);
+        async move { drop(writing.await) }
     }
 
     /// Bounds of connections, as configured at the start.
@@ -239,6 +251,7 @@ fn http_settings(config: &Config) -> HttpSettings {
         state_dir: Some(config.paths.state_dir.clone()),
         log_requests: config.logging.requests,
         truncate_history: limits.truncate_history,
+        stored_responses: limits.stored_responses,
         limits: RequestLimits {
             choices_max: limits.max_choices,
             logprobs_max: limits.max_logprobs,

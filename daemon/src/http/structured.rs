@@ -3,7 +3,8 @@
 //! Exactly one constraint per request. Sizes are bounded here, and [`check`] refuses what is no grammar before a worker hears
 //! of it; building the masks is the worker's, outside its step.
 
-use super::error::{ApiError, ErrorKind};
+use super::error::ApiError;
+use super::structural_tag;
 use super::validate::RequestLimits;
 use ernie_proto::openai::request::{CommonFields, ResponseFormat, StructuredOutputs};
 use ernie_proto::worker::Grammar;
@@ -55,7 +56,9 @@ pub fn grammar(common: &CommonFields, limits: &RequestLimits) -> Result<Option<G
                  (parameter=response_format)",
             ));
         }
-        Some(ResponseFormat::StructuralTag(_)) => return Err(structural_tag("response_format")),
+        Some(ResponseFormat::StructuralTag(tag)) => {
+            Some(structural_tag::grammar("response_format", tag, limits.grammar_choices_max)?)
+        }
     };
     let from_structured = common.structured_outputs.as_ref().map(|s| constraint(s, limits)).transpose()?.flatten();
     let grammar = match (from_format, from_structured) {
@@ -121,8 +124,14 @@ fn constraint(s: &StructuredOutputs, limits: &RequestLimits) -> Result<Option<Gr
             ));
         }
     }
-    if s.structural_tag.is_some() {
-        return Err(structural_tag("structured_outputs"));
+    if let Some(tag) = &s.structural_tag {
+        // vLLM takes it as text; we take the object as well.
+        let parsed = match tag {
+            Value::String(text) => serde_json::from_str(text)
+                .map_err(|e| ApiError::value("structured_outputs", format!("`structural_tag` is no JSON: {e}")))?,
+            other => other.clone(),
+        };
+        return structural_tag::grammar("structured_outputs", &parsed, limits.grammar_choices_max).map(Some);
     }
     let spacing = match &s.whitespace_pattern {
         Some(pattern) => Spacing::Pattern(pattern.clone()),
@@ -170,10 +179,6 @@ fn json_schema(param: &str, schema: &Value, spacing: &Spacing) -> Result<Grammar
 /// A text as a string literal of llguidance's Lark (JSON escapes).
 pub(super) fn lark_string(text: &str) -> String {
     Value::String(text.to_owned()).to_string()
-}
-
-fn structural_tag(param: &str) -> ApiError {
-    ApiError::new(ErrorKind::NotImplemented, "structural tags are not implemented").with_param(param)
 }
 
 #[cfg(test)]

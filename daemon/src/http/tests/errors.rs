@@ -64,10 +64,51 @@ fn differences() -> BTreeMap<&'static str, &'static str> {
     ])
 }
 
+/// One line of `docs/compat.md`.
+fn row(case: &Case, ours: &Reply, reason: Option<&&str>) -> String {
+    let words = |answer: &Value| {
+        let error = &answer["error"];
+        let text = error["message"].as_str().map_or_else(|| answer.to_string(), str::to_owned);
+        let text = text.replace('\n', " ").replace('|', "\\|");
+        let short: String = text.chars().take(160).collect();
+        if short.len() < text.len() { format!("{short}…") } else { short }
+    };
+    let cell = |status: u16, answer: &Value| match status {
+        200 => "200".to_owned(),
+        _ => format!(
+            "{status} {} `{}`",
+            answer["error"]["type"].as_str().unwrap_or("-"),
+            words(answer).replace('`', "'")
+        ),
+    };
+    let (theirs, ours_cell) = (cell(case.status, &case.answer), cell(ours.status.as_u16(), &ours.json()));
+    match theirs == ours_cell {
+        true => format!("| {} | {theirs} | the same | |\n", case.name),
+        false => format!("| {} | {theirs} | {ours_cell} | {} |\n", case.name, reason.unwrap_or(&"")),
+    }
+}
+
+const TABLE_HEAD: &str = "# What vLLM refuses, and what ernied does\n\n\
+    Every request of which vLLM 0.32's answer was recorded (`daemon/tests/data/vllm/errors.txt`), asked again here by a test \n\
+    (`cargo test -p ernied --lib -- what_vllm_refused`). This page is written by it; `ERNIED_TEST_BLESS=1` renews it and the \n\
+    golden file with our full answers, `daemon/tests/data/vllm/errors-ours.txt`. Long messages are cut. `param` is always set here.\n\n\
+    | request | vLLM 0.32 | ernied | why |\n|---|---|---|---|\n";
+
+/// Holds `text` against a file of the repository, or renews it.
+fn held_as_golden(path: &str, text: &str) {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(path);
+    if std::env::var_os("ERNIED_TEST_BLESS").is_some() {
+        std::fs::write(&path, text).unwrap();
+    }
+    let kept = std::fs::read_to_string(&path).unwrap_or_default();
+    assert_eq!(kept, text, "{} is not what is answered now; ERNIED_TEST_BLESS=1 renews it", path.display());
+}
+
 #[tokio::test]
 async fn what_vllm_refused_is_refused_alike_or_the_difference_is_named() {
     let house = House::saying("x").await;
     let differences = differences();
+    let (mut table, mut golden) = (TABLE_HEAD.to_owned(), String::new());
     let mut seen = 0;
     for case in cases() {
         seen += 1;
@@ -79,6 +120,10 @@ async fn what_vllm_refused_is_refused_alike_or_the_difference_is_named() {
             .body(Body::from(case.body.clone()))
             .unwrap();
         let reply = house.call(request).await;
+        table.push_str(&row(&case, &reply, differences.get(case.name.as_str())));
+        // What a model says, and when, is no refusal.
+        let said = if reply.status == 200 { String::new() } else { reply.text() };
+        golden.push_str(&format!("## {}\nHTTP {}\n{said}\n\n", case.name, reply.status.as_u16()));
         if case.name == "tool_choice required" {
             continue;
         }
@@ -102,6 +147,8 @@ async fn what_vllm_refused_is_refused_alike_or_the_difference_is_named() {
         }
     }
     assert!(seen > 55, "only {seen} cases were read");
+    held_as_golden("tests/data/vllm/errors-ours.txt", &golden);
+    held_as_golden("../docs/compat.md", &table);
 }
 
 #[tokio::test]
@@ -176,7 +223,10 @@ async fn with_keys_every_path_but_the_probes_wants_one() {
     assert_eq!(house.call(good("//v1/models")).await.status, 404);
     assert_eq!(house.call(good("/metrics")).await.status, 200);
     let preflight = Request::options("/v1/models").body(Body::empty()).unwrap();
-    assert_eq!(house.call(preflight).await.status, 204);
+    let preflight = house.call(preflight).await;
+    assert_eq!((preflight.status.as_u16(), &preflight.headers["allow"]), (204, &"GET,HEAD".parse().unwrap()));
+    let nowhere = Request::options("/nope").body(Body::empty()).unwrap();
+    assert_eq!(house.call(nowhere).await.status, 404);
     let upgrade = Request::get("/health").header("upgrade", "websocket").body(Body::empty()).unwrap();
     assert_eq!(house.call(upgrade).await.status, 400);
 }

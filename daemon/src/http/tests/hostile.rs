@@ -136,6 +136,60 @@ async fn two_hundred_bad_bodies_are_all_refused_in_shape() {
     assert!(house.workers.submits().is_empty());
 }
 
+/// Bodies that are no request to any endpoint.
+fn no_json() -> Vec<Vec<u8>> {
+    let nested = |open: &str, close: &str| format!("{{\"messages\": {}1{}}}", open.repeat(5000), close.repeat(5000));
+    vec![
+        b"".to_vec(),
+        b"[]".to_vec(),
+        b"{".to_vec(),
+        b"{} {}".to_vec(),
+        b"\xef\xbb\xbf{}".to_vec(),
+        b"\xff\xfe{}".to_vec(),
+        b"{\"model\": \"\xc3\x28\"}".to_vec(),
+        b"{\"model\": \"\\ud800\"}".to_vec(),
+        b"{\"max_tokens\": 1e400}".to_vec(),
+        b"{\"max_tokens\": NaN}".to_vec(),
+        b"{\"max_tokens\": 01}".to_vec(),
+        b"{\"a\": 1, \"a\": 1}".to_vec(),
+        b"\x1f\x8b\x08\x00\x00\x00\x00\x00".to_vec(),
+        nested("[", "]").into_bytes(),
+        nested("{\"a\":", "}").into_bytes(),
+        vec![0; 4096],
+    ]
+}
+
+#[tokio::test]
+async fn every_endpoint_refuses_what_is_no_json_in_its_own_shape() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut plan = Plan::default();
+    plan.settings.state_dir = Some(dir.path().to_owned());
+    let house = House::with(plan, |model, submit| say(model, submit, "x")).await;
+    for path in [
+        "/v1/chat/completions",
+        "/v1/chat/completions/batch",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/batches",
+        "/tokenize",
+        "/detokenize",
+    ] {
+        for body in no_json() {
+            let shown = String::from_utf8_lossy(&body[..body.len().min(60)]).into_owned();
+            let reply = house.call(post(path, body)).await;
+            assert_eq!(reply.status, 400, "{path} {shown}: {}", reply.text());
+            assert!(reply.json()["error"]["message"].is_string(), "{path} {shown}: {}", reply.text());
+        }
+    }
+    for body in no_json() {
+        let upload = Request::post("/v1/files").header("content-type", "multipart/form-data; boundary=B");
+        assert_eq!(house.call(upload.body(Body::from(body)).unwrap()).await.status, 400);
+    }
+    assert!(house.workers.submits().is_empty());
+}
+
 #[tokio::test]
 async fn bad_chats_name_the_message_they_are_about() {
     let house = House::saying("x").await;

@@ -2,6 +2,8 @@
 
 mod batches;
 mod errors;
+mod front;
+mod fuzz;
 mod golden;
 mod hostile;
 mod messages;

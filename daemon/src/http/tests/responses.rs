@@ -76,12 +76,77 @@ async fn a_response_cut_short_is_incomplete() {
     );
     for (body, param) in [
         (json!({}), "body.input"),
-        (json!({"input": "a", "background": true}), "background"),
+        (json!({"input": "a", "background": true, "stream": true}), "stream"),
+        (json!({"input": "a", "background": true, "store": false}), "store"),
         (json!({"input": [{"type": "image_generation_call"}]}), "body.input.0.type"),
         (json!({"input": "a", "previous_response_id": "resp_x"}), "response_id"),
     ] {
         assert_eq!(house.post("/v1/responses", &body).await.json()["error"]["param"], param, "{body}");
     }
+}
+
+/// Until the response has ended.
+async fn ended(house: &House, id: &str) -> Value {
+    loop {
+        let response = house.get(&format!("/v1/responses/{id}")).await.ok();
+        if !["queued", "in_progress"].contains(&response["status"].as_str().unwrap()) {
+            return response;
+        }
+        tokio::task::yield_now().await;
+    }
+}
+
+fn in_state_dir(dir: &std::path::Path) -> Plan {
+    let mut plan = Plan::default();
+    plan.settings.state_dir = Some(dir.to_owned());
+    plan
+}
+
+#[tokio::test]
+async fn a_background_response_is_worked_on_without_its_client_and_can_be_cancelled_once() {
+    let house = House::saying("好").await;
+    let begun = house.post("/v1/responses", &json!({"input": "hi", "background": true})).await.ok();
+    assert_eq!(
+        (&begun["status"], &begun["background"], &begun["usage"]),
+        (&json!("queued"), &json!(true), &Value::Null)
+    );
+    let id = begun["id"].as_str().unwrap();
+    let done = ended(&house, id).await;
+    assert_eq!((&done["status"], &done["output"][0]["content"][0]["text"]), (&json!("completed"), &json!("好")));
+    assert_eq!(done["created_at"], begun["created_at"]);
+    let cancelled = house.post(&format!("/v1/responses/{id}/cancel"), &json!({})).await.ok();
+    assert_eq!(cancelled["status"], "completed", "what has ended stays as it is");
+
+    let stuck = |model: &TextModel, submit: &Submit| Answer { hold: Some(Arc::default()), ..say(model, submit, "x") };
+    let house = House::answering(stuck).await;
+    let begun = house.post("/v1/responses", &json!({"input": "hi", "background": true})).await.ok();
+    let path = format!("/v1/responses/{}", begun["id"].as_str().unwrap());
+    let cancelled = house.post(&format!("{path}/cancel"), &json!({})).await.ok();
+    assert_eq!(cancelled["status"], "cancelled");
+    assert_eq!(house.get(&path).await.ok()["status"], "cancelled");
+    house.workers.aborted.notified().await;
+    assert_eq!(house.get(&format!("{path}?stream=true")).await.json()["error"]["param"], "stream");
+}
+
+#[tokio::test]
+async fn what_is_stored_survives_a_restart_and_what_ran_in_the_background_is_run_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let house = House::with(in_state_dir(dir.path()), |model, submit| say(model, submit, "a")).await;
+    let first = house.post("/v1/responses", &json!({"input": "hi"})).await.ok();
+    drop(house);
+    let hold = |model: &TextModel, submit: &Submit| Answer { hold: Some(Arc::default()), ..say(model, submit, "x") };
+    let stuck = House::with(in_state_dir(dir.path()), hold).await;
+    let body = json!({"input": "more", "previous_response_id": first["id"], "background": true});
+    let begun = stuck.post("/v1/responses", &body).await.ok();
+    drop(stuck);
+    let house = House::with(in_state_dir(dir.path()), |model, submit| say(model, submit, "b")).await;
+    assert_eq!(house.get(&format!("/v1/responses/{}", first["id"].as_str().unwrap())).await.ok(), first);
+    super::super::responses::background::resume(house.api.clone()).await;
+    let done = ended(&house, begun["id"].as_str().unwrap()).await;
+    assert_eq!(done["output"][0]["content"][0]["text"], "b");
+    assert_eq!(done["previous_response_id"], first["id"]);
+    let prompt = house.text.decode(&house.workers.submits()[0].prompt, true);
+    assert_eq!(prompt, "User: hi\nAssistant: aUser: more\nAssistant: ");
 }
 
 #[tokio::test]

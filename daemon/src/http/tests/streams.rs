@@ -51,6 +51,21 @@ async fn a_stop_string_over_many_tokens_never_leaks_and_ends_the_work() {
 }
 
 #[tokio::test]
+async fn a_stop_string_of_one_choice_ends_its_work_and_no_other() {
+    let house = House::answering(|model, submit| {
+        let mut answer = say(model, submit, "abSTOPcccccccccccccccccccccccccccccc");
+        answer.choices[1] = say(model, submit, "never says it, at great length, at great length").choices[0].clone();
+        answer
+    })
+    .await;
+    let reply = house.complete(json!({"n": 2, "temperature": 1, "stop": ["STOP"], "max_tokens": 100})).await.ok();
+    assert_eq!((&reply["choices"][0]["text"], &reply["choices"][0]["stop_reason"]), (&json!("ab"), &json!("STOP")));
+    assert_eq!(reply["choices"][1]["text"], "never says it, at great length, at great length");
+    assert_eq!(house.workers.ended_choices(), [(house.workers.submits()[0].request, 0)]);
+    assert!(house.workers.aborts().is_empty(), "the request came to its end");
+}
+
+#[tokio::test]
 async fn usage_comes_last_with_no_choices_and_continuously_on_demand() {
     let house = House::saying("abc").await;
     let options = json!({"include_usage": true, "continuous_usage_stats": true});

@@ -43,6 +43,7 @@ pub(super) struct AnsweringWorkers {
     max_model_len: u32,
     submits: Arc<Mutex<Vec<Submit>>>,
     aborts: Arc<Mutex<Vec<RequestId>>>,
+    ended_choices: Arc<Mutex<Vec<(RequestId, u16)>>>,
     pub(super) aborted: Arc<Notify>,
     /// Loads only when this is cancelled.
     pub(super) loads: CancellationToken,
@@ -62,6 +63,7 @@ impl AnsweringWorkers {
             max_model_len,
             submits: Arc::default(),
             aborts: Arc::default(),
+            ended_choices: Arc::default(),
             aborted: Arc::default(),
             loads,
         }
@@ -71,8 +73,18 @@ impl AnsweringWorkers {
         self.submits.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
+    /// Keeps nothing of what was asked so far.
+    pub(super) fn forget(&self) {
+        self.submits.lock().unwrap_or_else(PoisonError::into_inner).clear();
+        self.aborts.lock().unwrap_or_else(PoisonError::into_inner).clear();
+    }
+
     pub(super) fn aborts(&self) -> Vec<RequestId> {
         self.aborts.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    pub(super) fn ended_choices(&self) -> Vec<(RequestId, u16)> {
+        self.ended_choices.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     fn loaded(&self, _: &Load) -> Loaded {
@@ -147,7 +159,11 @@ impl AnsweringWorkers {
                         }
                     });
                 }
-                ToWorker::Hello(_) | ToWorker::ResetPrefixCache => {}
+                ToWorker::EndChoice(id, choice) => {
+                    self.ended_choices.lock().unwrap_or_else(PoisonError::into_inner).push((id, choice));
+                    self.aborted.notify_one();
+                }
+                ToWorker::AskKv | ToWorker::SetSwap(_) | ToWorker::Hello(_) | ToWorker::ResetPrefixCache => {}
             }
         }
     }

@@ -1,16 +1,19 @@
 //! `/v1/responses`: OpenAI's newer form. Create, stream with typed events, retrieve, cancel, delete.
 //!
 //! A response is a chat in other words: `input` and `instructions` become messages, the answer becomes output items. What is
-//! kept for later (`store`, on by default) lives in a bounded store in memory (`Stored`); `previous_response_id` continues
-//! from there. Responses of one key are never shown to another.
+//! kept for later (`store`, on by default) lives in [`store`]; `previous_response_id` continues from there. Those that need no
+//! client (`background`) are in [`background`].
+
+pub mod background;
+pub mod store;
 
 use super::assemble::Answers;
 use super::call::{Caller, named_id, unix_now};
 use super::chat::{self, Chat, ChatForm, Shown};
-use super::error::{ApiError, ErrorKind};
+use super::error::ApiError;
 use super::layers::RequestId;
 use super::sse::{self, StreamForm};
-use super::{Api, body};
+use super::{Api, body, query_stream};
 use crate::config::ErrorStyle;
 use crate::generate::AnswerEvent;
 use crate::keys::Principal;
@@ -20,72 +23,10 @@ use axum::{Extension, Json};
 use bytes::BytesMut;
 use ernie_proto::openai::ChatCompletionRequest;
 use ernie_proto::openai::fields::{FieldError, Fields, Loc};
+use http::Uri;
 use serde_json::{Map, Value, json};
-use std::collections::{HashMap, VecDeque};
-use std::sync::{Arc, Mutex, PoisonError};
-
-/// Responses kept in memory; the oldest go first.
-const STORED_MAX: usize = 1000;
-/// Bytes of all kept responses together.
-const STORED_BYTES_MAX: usize = 64 << 20;
-
-/// What is kept of finished responses.
-#[derive(Debug, Default)]
-pub struct Stored {
-    /// Held for a look-up only, never across a wait.
-    inner: Mutex<Shelf>,
-}
-
-#[derive(Debug, Default)]
-struct Shelf {
-    by_id: HashMap<String, Kept>,
-    order: VecDeque<String>,
-    bytes: usize,
-}
-
-#[derive(Debug, Clone)]
-struct Kept {
-    owner: Arc<str>,
-    response: Value,
-    /// The conversation up to and including the answer.
-    messages: Vec<Value>,
-    bytes: usize,
-}
-
-impl Stored {
-    fn keep(&self, owner: Arc<str>, response: Value, messages: Vec<Value>) {
-        let Some(id) = response["id"].as_str().map(str::to_owned) else { return };
-        let bytes = response.to_string().len() + messages.iter().map(|m| m.to_string().len()).sum::<usize>();
-        let mut shelf = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
-        shelf.bytes += bytes;
-        shelf.order.push_back(id.clone());
-        shelf.by_id.insert(id, Kept { owner, response, messages, bytes });
-        while shelf.order.len() > STORED_MAX || (shelf.bytes > STORED_BYTES_MAX && shelf.order.len() > 1) {
-            let Some(oldest) = shelf.order.pop_front() else { break };
-            if let Some(kept) = shelf.by_id.remove(&oldest) {
-                shelf.bytes -= kept.bytes;
-            }
-        }
-    }
-
-    fn get(&self, owner: &str, id: &str) -> Result<Kept, ApiError> {
-        let shelf = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
-        let kept = shelf.by_id.get(id).filter(|k| &*k.owner == owner).cloned();
-        kept.ok_or_else(|| {
-            ApiError::new(ErrorKind::NotFound, format!("Response with id '{id}' not found.")).with_param("response_id")
-        })
-    }
-
-    fn remove(&self, owner: &str, id: &str) -> Result<(), ApiError> {
-        self.get(owner, id)?;
-        let mut shelf = self.inner.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(kept) = shelf.by_id.remove(id) {
-            shelf.bytes -= kept.bytes;
-        }
-        shelf.order.retain(|o| o != id);
-        Ok(())
-    }
-}
+use std::sync::Arc;
+use store::Kept;
 
 pub async fn create(
     State(api): State<Arc<Api>>,
@@ -96,25 +37,40 @@ pub async fn create(
     let owner = principal.id.clone();
     let caller = Caller::new(&api, principal, request_id, request.headers())?;
     let body = body::object(&api, request).await?;
-    let asked = Asked::read(body, |id| api.responses.get(&owner, id).map(|k| k.messages))?;
+    let history = match body.get("previous_response_id").and_then(Value::as_str) {
+        Some(id) => api.responses.get(&owner, id).await?.messages,
+        None => Vec::new(),
+    };
+    let asked = Asked::read(body, history)?;
     api.unknown_members(&asked.unknown)?;
+    if asked.background {
+        return Ok(Json(background::begin(&api, caller, asked).await?).into_response());
+    }
     let chat = ChatCompletionRequest::read(asked.chat.clone())?;
     let Chat { mut answers, form, .. } = chat::begin(&api, caller, chat, asked.stream).await?;
-    let shape = Shape { asked, created: unix_now(), owner, api: api.clone() };
+    let shape = Shape::new(asked, owner, api.clone());
     if shape.asked.stream {
         let first = super::call::first_event(&mut answers).await?;
         let settings = api.settings().stream();
         return Ok(sse::response(answers, first, ResponseStream::new(form, shape), settings));
     }
-    Ok(Json(collect(&mut answers, form, shape).await?).into_response())
+    let (object, messages) = collected(&mut answers, form, &shape).await?;
+    if let Some(kept) = shape.kept(&object, messages) {
+        api.keep_response(kept).await;
+    }
+    Ok(Json(object).into_response())
 }
 
 pub async fn retrieve(
     State(api): State<Arc<Api>>,
     Extension(principal): Extension<Principal>,
     Path(id): Path<String>,
+    uri: Uri,
 ) -> Result<Json<Value>, ApiError> {
-    Ok(Json(api.responses.get(&principal.id, &id)?.response))
+    if query_stream(&uri) == Some(true) {
+        return Err(ApiError::value("stream", "a stored response comes whole; it can not be streamed again."));
+    }
+    Ok(Json(api.responses.get(&principal.id, &id).await?.response))
 }
 
 pub async fn delete(
@@ -122,18 +78,18 @@ pub async fn delete(
     Extension(principal): Extension<Principal>,
     Path(id): Path<String>,
 ) -> Result<Json<Value>, ApiError> {
-    api.responses.remove(&principal.id, &id)?;
+    api.responses.remove(&principal.id, &id).await?;
+    background::forget(&api, &id);
     Ok(Json(json!({"id": id, "object": "response", "deleted": true})))
 }
 
-/// Only background responses can be cancelled, and there are none: every stored one has ended.
+/// Only background responses can be cancelled; one that has ended stays as it is.
 pub async fn cancel(
     State(api): State<Arc<Api>>,
     Extension(principal): Extension<Principal>,
     Path(id): Path<String>,
 ) -> Result<Json<Value>, ApiError> {
-    api.responses.get(&principal.id, &id)?;
-    Err(ApiError::value("response_id", "Cannot cancel a synchronous response."))
+    Ok(Json(background::cancel(&api, &principal.id, &id).await?))
 }
 
 /// A request, read.
@@ -143,6 +99,7 @@ struct Asked {
     messages: Vec<Value>,
     stream: bool,
     store: bool,
+    background: bool,
     /// Repeated in the answer as they were sent.
     repeated: Map<String, Value>,
     unknown: Vec<String>,
@@ -166,23 +123,15 @@ fn repeated_defaults() -> [(&'static str, Value); 11] {
 }
 
 impl Asked {
-    fn read(
-        body: Map<String, Value>,
-        previous: impl Fn(&str) -> Result<Vec<Value>, ApiError>,
-    ) -> Result<Asked, ApiError> {
+    /// `history`: the conversation of the response that this one continues.
+    fn read(body: Map<String, Value>, mut history: Vec<Value>) -> Result<Asked, ApiError> {
         let mut repeated = Map::new();
         for (name, default) in repeated_defaults() {
             repeated.insert(name.into(), body.get(name).filter(|v| !v.is_null()).cloned().unwrap_or(default));
         }
         let mut f = Fields::new(Loc::body(), body);
-        if f.bool("background")? == Some(true) {
-            return Err(ApiError::new(ErrorKind::NotImplemented, "background responses are not implemented")
-                .with_param("background"));
-        }
-        let mut history = match f.string("previous_response_id")? {
-            None => Vec::new(),
-            Some(id) => previous(&id)?,
-        };
+        let background = f.bool("background")?.unwrap_or(false);
+        f.string("previous_response_id")?;
         // Instructions are of this request alone; those of earlier ones do not carry over.
         history.retain(|m| m["role"] != "system");
         let input_loc = f.loc("input");
@@ -258,7 +207,21 @@ impl Asked {
             f.value(silent);
         }
         chat.insert("messages".into(), Value::Array(messages.clone()));
-        Ok(Asked { chat, messages, stream, store, repeated, unknown: f.unknown() })
+        Ok(Asked { chat, messages, stream, store, background, repeated, unknown: f.unknown() })
+    }
+
+    /// One that was written down by [`background`].
+    fn remembered(asked: &Value) -> Asked {
+        let map = |name: &str| asked[name].as_object().cloned().unwrap_or_default();
+        let messages = asked["messages"].as_array().cloned().unwrap_or_default();
+        Asked {
+            chat: map("chat"),
+            repeated: map("repeated"),
+            messages,
+            store: true,
+            background: true,
+            ..Asked::default()
+        }
     }
 }
 
@@ -306,6 +269,7 @@ fn items_to_messages(loc: &Loc, input: Value, out: &mut Vec<Value>) -> Result<()
 /// What the answer object is made of besides the answer.
 #[derive(Debug)]
 struct Shape {
+    id: String,
     asked: Asked,
     created: u64,
     owner: Arc<str>,
@@ -313,22 +277,27 @@ struct Shape {
 }
 
 impl Shape {
+    /// The id is ours alone: a client's request id might name another response.
+    fn new(asked: Asked, owner: Arc<str>, api: Arc<Api>) -> Self {
+        Self { id: named_id("resp_"), asked, created: unix_now(), owner, api }
+    }
+
     fn object(&self, form: &ChatForm, status: &str, reason: Option<&str>, output: &[Value]) -> Value {
         let mut object = Map::new();
-        object.insert("id".into(), json!(form.identity.id.replacen("chatcmpl-", "resp_", 1)));
+        object.insert("id".into(), json!(self.id));
         object.insert("created_at".into(), json!(self.created));
         object.insert("incomplete_details".into(), reason.map_or(Value::Null, |r| json!({"reason": r})));
         object.insert("model".into(), json!(form.identity.model));
         object.insert("object".into(), json!("response"));
         object.insert("output".into(), json!(output));
         object.extend(self.asked.repeated.clone());
-        object.insert("background".into(), json!(false));
+        object.insert("background".into(), json!(self.asked.background));
         object.insert("error".into(), Value::Null);
         object.insert("service_tier".into(), json!("auto"));
         object.insert("status".into(), json!(status));
         object.insert("truncation".into(), json!("disabled"));
         let counts = &form.counts;
-        let usage = (status != "in_progress").then(|| {
+        let usage = (!matches!(status, "queued" | "in_progress")).then(|| {
             json!({
                 "input_tokens": counts.prompt_tokens,
                 "input_tokens_details": {"cached_tokens": counts.cached_tokens},
@@ -341,11 +310,14 @@ impl Shape {
         Value::Object(object)
     }
 
-    /// Keeps the finished response, with the conversation that it continues.
-    fn keep(&self, object: &Value, output: &[Value]) {
-        if !self.asked.store {
-            return;
-        }
+    /// What is to be kept of the finished response, if it is.
+    fn kept(&self, object: &Value, messages: Vec<Value>) -> Option<Kept> {
+        let kept = Kept { owner: self.owner.clone(), response: object.clone(), messages, asked: None };
+        self.asked.store.then_some(kept)
+    }
+
+    /// The conversation with the answer at its end.
+    fn continued(&self, output: &[Value]) -> Vec<Value> {
         let mut messages = self.asked.messages.clone();
         let text: String = output.iter().filter_map(|o| o["content"][0]["text"].as_str()).collect();
         let calls: Vec<Value> = (output.iter())
@@ -357,7 +329,7 @@ impl Shape {
             answer["tool_calls"] = Value::Array(calls);
         }
         messages.push(answer);
-        self.api.responses.keep(self.owner.clone(), object.clone(), messages);
+        messages
     }
 }
 
@@ -385,7 +357,8 @@ fn ended(finish: Option<&str>) -> (&'static str, Option<&'static str>) {
     }
 }
 
-async fn collect(answers: &mut Answers, mut form: ChatForm, shape: Shape) -> Result<Value, ApiError> {
+/// Waits for the whole answer: its object, and the conversation that it ends.
+async fn collected(answers: &mut Answers, mut form: ChatForm, shape: &Shape) -> Result<(Value, Vec<Value>), ApiError> {
     let mut output = Vec::new();
     let mut finish = None;
     while let Some((_, event)) = answers.next().await {
@@ -403,9 +376,7 @@ async fn collect(answers: &mut Answers, mut form: ChatForm, shape: Shape) -> Res
         }
     }
     let (status, reason) = ended(finish);
-    let object = shape.object(&form, status, reason, &output);
-    shape.keep(&object, &output);
-    Ok(object)
+    Ok((shape.object(&form, status, reason, &output), shape.continued(&output)))
 }
 
 /// The item that is open in a stream.
@@ -561,7 +532,10 @@ impl StreamForm for ResponseStream {
         }
         let (status, reason) = ended(self.finish);
         let object = self.shape.object(&self.form, status, reason, &self.output);
-        self.shape.keep(&object, &self.output);
+        if let Some(kept) = self.shape.kept(&object, self.shape.continued(&self.output)) {
+            // Readers find it from now on; the stream does not wait for the disk.
+            drop(self.shape.api.keep_response(kept));
+        }
         let kind = if status == "completed" { "response.completed" } else { "response.incomplete" };
         self.send(kind, json!({"response": object}), out);
     }
