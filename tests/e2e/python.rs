@@ -91,7 +91,7 @@ async fn schemathesis_finds_no_5xx_and_no_breach_of_our_document() -> Result<()>
     let mut schemathesis = Command::new(venv.join("bin/st"));
     schemathesis
         .current_dir(daemon.state.path())
-        .args(["--no-color", "run", &format!("{}/openapi.json", daemon.url()), "--seed", "1", "--workers", "2"])
+        .args(["--no-color", "run", &format!("{}/openapi.json", daemon.url()), "--seed", "1", "--workers", "1"])
         .args(["--phases", "examples,coverage,fuzzing", "--max-examples", &examples, "--request-timeout", "60"])
         .args(["--suppress-health-check", "all", "--generation-database", "none", "--checks", checks]);
     run(&mut schemathesis).await.with_context(|| format!("daemon log:\n{}", daemon.log_text()))?;

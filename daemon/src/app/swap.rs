@@ -54,10 +54,11 @@ pub(super) fn delete_files(config: &Config) {
     let Ok(entries) = std::fs::read_dir(disk_dir(config)) else { return };
     for path in entries.flatten().map(|entry| entry.path()) {
         let name = path.file_name().and_then(|n| n.to_str()).unwrap_or_default();
-        if name.starts_with("worker-") && name.ends_with(".kv") {
-            if let Err(error) = std::fs::remove_file(&path) {
-                tracing::warn!(path = %path.display(), %error, "a swap file could not be deleted");
-            }
+        if name.starts_with("worker-")
+            && name.ends_with(".kv")
+            && let Err(error) = std::fs::remove_file(&path)
+        {
+            tracing::warn!(path = %path.display(), %error, "a swap file could not be deleted");
         }
     }
 }

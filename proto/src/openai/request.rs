@@ -409,6 +409,10 @@ impl ChatMessage {
         let content = f.value("content").map(|v| content(content_loc, v)).transpose()?;
         let name = f.string("name")?;
         let tool_calls = f.list("tool_calls")?.unwrap_or_default();
+        if let Some((at, call)) = tool_calls.iter().enumerate().find(|(_, call)| !call.is_object()) {
+            let loc = f.loc("tool_calls").item(at);
+            return Err(FieldError::new("dict_type", loc, "Input should be a valid dictionary", call));
+        }
         let tool_call_id = f.string("tool_call_id")?;
         let reasoning = f.string("reasoning_content")?;
         let reasoning = f.string("reasoning")?.or(reasoning);

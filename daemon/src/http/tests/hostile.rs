@@ -198,6 +198,7 @@ async fn bad_chats_name_the_message_they_are_about() {
         (json!([{"role": 7, "content": "x"}]), "body.messages.0.role"),
         (json!(["hi"]), "body.messages.0"),
         (json!([{"role": "user", "content": 7}]), "body.messages.0.content"),
+        (json!([{"role": "", "content": "", "tool_calls": [null]}]), "body.messages.0.tool_calls.0"),
         (json!([{"role": "user", "content": [{"type": "text"}]}]), "body.messages.0.content.0.text"),
         (json!([{"role": "user", "content": [{"type": "image_url"}]}]), "messages.0.content.0.type"),
         (json!({}), "body.messages"),
