@@ -46,6 +46,8 @@ pub struct ToolParser {
     place: Place,
     held: String,
     calls: u32,
+    /// Nothing but this has come since the last call began.
+    space: Option<String>,
     /// Calls after the first are dropped.
     single: bool,
 }
@@ -53,7 +55,7 @@ pub struct ToolParser {
 impl ToolParser {
     /// `parallel`: more than one call per answer is wanted.
     pub fn new(parallel: bool) -> Self {
-        Self { place: Place::Content, held: String::new(), calls: 0, single: !parallel }
+        Self { place: Place::Content, held: String::new(), calls: 0, space: None, single: !parallel }
     }
 
     /// How many calls have begun.
@@ -147,6 +149,7 @@ impl ToolParser {
     /// Counts a call that begins; false when it is one too many.
     fn begin(&mut self) -> bool {
         self.calls += 1;
+        self.space = Some(String::new());
         self.is_wanted()
     }
 
@@ -154,12 +157,18 @@ impl ToolParser {
         self.calls <= if self.single { 1 } else { CALLS_MAX }
     }
 
-    /// Content; between and after calls only what is more than space.
-    fn content(&self, text: &str, out: &mut Vec<ToolEvent>) {
-        if text.is_empty() || (self.calls > 0 && text.trim().is_empty()) {
-            return;
+    /// Content; between and after calls only what is more than space, however it is cut.
+    fn content(&mut self, text: &str, out: &mut Vec<ToolEvent>) {
+        if let Some(space) = &mut self.space {
+            space.push_str(text);
+            if space.trim().is_empty() {
+                return;
+            }
+            let text = self.space.take().unwrap_or_default();
+            out.push(ToolEvent::Content(text));
+        } else if !text.is_empty() {
+            out.push(ToolEvent::Content(text.to_owned()));
         }
-        out.push(ToolEvent::Content(text.to_owned()));
     }
 
     /// A body that could not be streamed: members in another order, arguments as text, or no call at all.
@@ -280,6 +289,17 @@ pub fn written(name: &str, arguments: &Value) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn space_after_a_call_is_content_as_soon_as_more_follows_however_it_is_cut() {
+        let text = "<tool_call>\n{\"name\": \"f\", \"arguments\": {}}\n</tool_call>\n and then. ";
+        let pieces: Vec<String> = text.chars().map(String::from).collect();
+        let pieces: Vec<&str> = pieces.iter().map(String::as_str).collect();
+        let whole = parse(true, &[text]);
+        assert_eq!(whole.0, "\n and then. ");
+        assert_eq!(parse(true, &pieces), whole);
+        assert_eq!(parse(true, &[&text[..text.len() - 10], " \n "]).0, "", "space alone is none");
+    }
 
     /// Content and calls, pieces joined.
     fn parse(parallel: bool, pieces: &[&str]) -> (String, Vec<(String, String)>) {
