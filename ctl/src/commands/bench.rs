@@ -55,7 +55,8 @@ pub(super) async fn run(admin: &Admin, json: bool, args: BenchArgs) -> Result<Ex
         let ticks = bar.clone();
         let report = turns::run(&plan, move || ticks.inc(1)).await;
         bar.finish_and_clear();
-        return show(json, &report?, turn_by_turn);
+        show(json, &report?, turn_by_turn)?;
+        return Ok(ExitCode::SUCCESS);
     }
     let mut reports = vec![measure(&plan).await?];
     if let Some(url) = &args.compare {
