@@ -516,8 +516,10 @@ pub struct StepStats {
     pub swapped_out_blocks: u64,
     pub swapped_in_blocks: u64,
     pub nan_sequences: u64,
-    /// Per MoE layer, tokens per expert since load; empty for dense models. Sent about once a second.
+    /// Per layer, tokens per expert since load; empty for dense layers and dense models. Sent about once a second.
     pub expert_tokens: Vec<Vec<u64>>,
+    /// Per layer, steps since load in which a token had no active expert. Sent with `expert_tokens`.
+    pub zero_active: Vec<u64>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]

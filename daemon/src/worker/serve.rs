@@ -175,6 +175,7 @@ fn report<R: ModelRunner>(
     // An idle engine tells all it knows: nobody knows when the next report comes.
     if experts || !engine.has_work() {
         stats.expert_tokens = engine.runner().expert_tokens().to_vec();
+        stats.zero_active = engine.runner().zero_active().to_vec();
     }
     outbox.send(&FromWorker::Step(Box::new(wire::report(outputs, stats))))
 }
@@ -237,6 +238,10 @@ impl ModelRunner for Beating<CpuRunner> {
 
     fn expert_tokens(&self) -> &[Vec<u64>] {
         self.runner.expert_tokens()
+    }
+
+    fn zero_active(&self) -> &[u64] {
+        self.runner.zero_active()
     }
 }
 

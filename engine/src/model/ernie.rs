@@ -7,7 +7,7 @@
 use super::attention::{AttentionBlock, Paged, qkv_width};
 use super::config::ModelConfig;
 use super::mlp::Mlp;
-use super::moe::{MoeBlock, MoeInput, expert_counters};
+use super::moe::{ExpertCounts, MoeBlock, MoeInput};
 use super::observer::{Observer, Op};
 use super::parameters::{EMBEDDING, FINAL_NORM, HEAD, LayerNames};
 use super::plan::WeightPlan;
@@ -48,8 +48,8 @@ pub struct Step<'a> {
     pub paged: Paged<'a>,
     /// Tokens whose final state is wanted, strictly ascending.
     pub sampled: &'a [u32],
-    /// Per MoE layer and expert; added to.
-    pub expert_tokens: &'a mut [Vec<u64>],
+    /// Added to.
+    pub experts: &'a mut ExpertCounts,
 }
 
 impl Ernie {
@@ -79,16 +79,15 @@ impl Ernie {
         layers + self.head.bytes() + self.embedding.as_ref().map_or(0, Rows::bytes) + self.final_norm.len() * 4
     }
 
-    /// Zeroed counters for [`Step::expert_tokens`].
-    pub fn expert_counters(&self) -> Vec<Vec<u64>> {
-        expert_counters(&self.config)
+    /// Zeroed counters for [`Step::experts`].
+    pub fn expert_counts(&self) -> ExpertCounts {
+        ExpertCounts::new(&self.config)
     }
 
     /// Runs all layers. Afterwards row `i` of `workspace.x` is the residual stream of `step.sampled[i]`.
     pub fn forward(&self, pool: &Pool, step: &mut Step<'_>, workspace: &mut Workspace, observer: &mut impl Observer) {
         self.embed(pool, step.tokens, &mut workspace.x);
         observer.after(Op::Embed);
-        let mut moe_layer = 0;
         for (index, layer) in self.layers.iter().enumerate() {
             let last = index + 1 == self.layers.len();
             layer.attend(&self.config, pool, index, step, workspace, observer);
@@ -98,8 +97,7 @@ impl Ernie {
                 return;
             }
             layer.project(&self.config, pool, step, workspace, last, observer);
-            layer.feed(&self.config, pool, rows, step, workspace, (index, moe_layer), observer);
-            moe_layer += usize::from(matches!(layer.feed_forward, FeedForward::Moe(_)));
+            layer.feed(&self.config, pool, rows, step, workspace, index, observer);
         }
     }
 
@@ -232,7 +230,7 @@ impl Layer {
         rows: usize,
         step: &mut Step<'_>,
         workspace: &mut Workspace,
-        (index, moe_layer): (usize, usize),
+        index: usize,
         observer: &mut impl Observer,
     ) {
         let (hidden, eps) = (config.hidden_size, config.rms_norm_eps);
@@ -244,8 +242,7 @@ impl Layer {
                 acts.rmsnorm(pool, block.act_kind(), rows, hidden, x, &self.post_norm, eps, Some(&mut *normed));
                 observer.after(Op::Norm);
                 let input = MoeInput { rows, normed, acts };
-                let tokens = &mut step.expert_tokens[moe_layer];
-                block.forward(pool, &input, workspace, inner, x, tokens, index, observer);
+                block.forward(pool, &input, workspace, inner, x, step.experts, index, observer);
             }
             (FeedForward::Dense(mlp), _) => {
                 acts.rmsnorm(pool, mlp.gate_up.act_kind(), rows, hidden, x, &self.post_norm, eps, None);

@@ -10,7 +10,7 @@ use super::plan::WeightPlan;
 use super::weights::{Loader, WeightsError};
 use super::workspace::MoeWorkspace;
 use ernie_kernels::ops::route;
-use ernie_kernels::{Acts, Matrix, Pool, moe};
+use ernie_kernels::{Acts, Matrix, Pool, Routing, moe};
 
 #[derive(Debug)]
 pub struct MoeBlock {
@@ -70,15 +70,13 @@ impl MoeBlock {
         workspace: &mut MoeWorkspace,
         inner: &mut Acts,
         x: &mut [f32],
-        expert_tokens: &mut [u64],
+        counts: &mut ExpertCounts,
         layer: usize,
         observer: &mut impl Observer,
     ) {
         let MoeWorkspace { routing, scratch } = workspace;
         route(pool, input.rows, input.normed, &self.gate, &self.bias, self.norm_min, routing);
-        for &expert in &routing.experts[..input.rows * routing.top_k] {
-            expert_tokens[expert as usize] += 1;
-        }
+        counts.count(layer, routing, input.rows);
         observer.routed(layer, routing, input.rows);
         observer.after(Op::Router);
         moe(pool, scratch, input.rows, input.normed, routing, &self.gate_up, &self.down, x);
@@ -89,8 +87,57 @@ impl MoeBlock {
     }
 }
 
-/// One counter per expert and MoE layer.
-pub(crate) fn expert_counters(config: &ModelConfig) -> Vec<Vec<u64>> {
-    let experts = config.moe.as_ref().map_or(0, |m| m.num_experts);
-    (0..config.num_layers).filter(|&l| config.is_moe_layer(l)).map(|_| vec![0; experts]).collect()
+/// What routing did since load, by layer of the model; a dense layer of a MoE model has empty entries, a dense model has none.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct ExpertCounts {
+    /// Tokens per expert.
+    pub tokens: Vec<Vec<u64>>,
+    /// Steps in which a token of the layer had no active expert: every weight was zero or not a number. That is no load, it
+    /// is a routing bug or a damaged router.
+    pub zero_active: Vec<u64>,
+}
+
+impl ExpertCounts {
+    pub(crate) fn new(config: &ModelConfig) -> Self {
+        let Some(moe) = &config.moe else { return Self::default() };
+        let experts = |layer| if config.is_moe_layer(layer) { moe.num_experts } else { 0 };
+        Self {
+            tokens: (0..config.num_layers).map(|layer| vec![0; experts(layer)]).collect(),
+            zero_active: vec![0; config.num_layers],
+        }
+    }
+
+    /// Forgets what was counted.
+    pub(crate) fn reset(&mut self) {
+        self.tokens.iter_mut().for_each(|layer| layer.fill(0));
+        self.zero_active.fill(0);
+    }
+
+    fn count(&mut self, layer: usize, routing: &Routing, rows: usize) {
+        let chosen = rows * routing.top_k;
+        let tokens = &mut self.tokens[layer];
+        for &expert in &routing.experts[..chosen] {
+            tokens[expert as usize] += 1;
+        }
+        let idle = |weights: &[f32]| !weights.iter().any(|weight| weight.is_finite() && *weight != 0.0);
+        self.zero_active[layer] += u64::from(routing.weights[..chosen].chunks_exact(routing.top_k).any(idle));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_token_whose_weights_are_all_zero_or_no_numbers_has_no_active_expert() {
+        let mut counts = ExpertCounts { tokens: vec![vec![], vec![0; 4]], zero_active: vec![0; 2] };
+        let routing = |weights: &[f32]| Routing { experts: vec![0, 1, 2, 3], weights: weights.to_vec(), top_k: 2 };
+        counts.count(1, &routing(&[0.5, 0.5, 1.0, 0.0]), 2);
+        assert_eq!(counts.zero_active, [0, 0], "one of two is enough");
+        counts.count(1, &routing(&[0.5, 0.5, 0.0, 0.0]), 2);
+        counts.count(1, &routing(&[f32::NAN, f32::NAN, 1.0, 1.0]), 2);
+        counts.count(1, &routing(&[0.5, 0.5, 0.0, 0.0]), 1);
+        assert_eq!(counts.zero_active, [0, 2], "a step counts once, and only its own rows");
+        assert_eq!(counts.tokens, [vec![], vec![4, 4, 3, 3]]);
+    }
 }

@@ -8,6 +8,7 @@ use super::options::{BLOCK_SIZE, LoadError, LoadOptions, plan_kv, weights_bytes_
 use super::{ModelRunner, Row, RunnerError, RunnerLimits};
 use crate::model::attention::Paged;
 use crate::model::ernie::Step;
+use crate::model::moe::ExpertCounts;
 use crate::model::weights::{Loader, WeightsError};
 use crate::model::workspace::Workspace;
 use crate::model::{Checkpoint, Ernie, ModelConfig, Observer, Op, Prepared};
@@ -59,7 +60,7 @@ pub struct CpuRunner {
     workspace: Workspace,
     limits: RunnerLimits,
     report: LoadReport,
-    expert_tokens: Vec<Vec<u64>>,
+    experts: ExpertCounts,
     spans: Vec<Span>,
     sampled: Vec<u32>,
     wants: Vec<Want>,
@@ -134,7 +135,7 @@ impl CpuRunner {
             max_model_len: kv_plan.max_model_len,
         };
         let mut runner = Self {
-            expert_tokens: model.expert_counters(),
+            experts: model.expert_counts(),
             pool,
             model,
             kv,
@@ -167,7 +168,7 @@ impl CpuRunner {
 
     /// Forgets what steps that no request asked for were counted as.
     pub fn reset_expert_tokens(&mut self) {
-        self.expert_tokens.iter_mut().for_each(|layer| layer.fill(0));
+        self.experts.reset();
     }
 
     /// A small step of each kind on blocks that nobody owns yet.
@@ -227,7 +228,7 @@ impl CpuRunner {
                 block_tables: &batch.block_tables,
             },
             sampled: &self.sampled,
-            expert_tokens: &mut self.expert_tokens,
+            experts: &mut self.experts,
         };
         self.model.forward(&self.pool, &mut step, &mut self.workspace, observer);
         let rows = self.wants.len();
@@ -335,7 +336,11 @@ impl ModelRunner for CpuRunner {
     }
 
     fn expert_tokens(&self) -> &[Vec<u64>] {
-        &self.expert_tokens
+        &self.experts.tokens
+    }
+
+    fn zero_active(&self) -> &[u64] {
+        &self.experts.zero_active
     }
 }
 

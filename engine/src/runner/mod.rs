@@ -60,8 +60,13 @@ pub trait ModelRunner {
     /// Copies a KV block back, bit for bit.
     fn import_block(&mut self, _block: u32, _from: &[u8]) {}
 
-    /// Per MoE layer, tokens that each expert has seen since load; empty for dense models.
+    /// Per layer, tokens that each expert has seen since load; empty for dense layers and dense models.
     fn expert_tokens(&self) -> &[Vec<u64>] {
+        &[]
+    }
+
+    /// Per layer, steps since load in which a token had no active expert; empty for dense models.
+    fn zero_active(&self) -> &[u64] {
         &[]
     }
 }

@@ -31,12 +31,32 @@ impl Experts {
             ),
             zero_active: f.counters(
                 "ernied_moe_zero_active_experts_total",
-                "Steps in which a MoE layer had tokens and no active expert: a routing bug, look at the log.",
+                "Steps in which a token of a MoE layer had no active expert: a routing bug or a damaged router, look at the log.",
                 &["layer"],
             ),
         };
         experts.zero_active.with_label_values(&["0"]);
         experts
+    }
+
+    /// Every layer's alarm from the first scrape on, so that the first rise shows as one.
+    pub(super) fn layers(&self, layers: u32) {
+        for layer in 0..layers {
+            self.zero_active.with_label_values(&[layer.to_string().as_str()]);
+        }
+    }
+
+    /// Layers whose count of steps without an active expert rose, with by how much.
+    pub(super) fn zero_active(&self, now: &[u64], before: &[u64]) -> Vec<(usize, u64)> {
+        let mut rose = Vec::new();
+        for (layer, &count) in now.iter().enumerate() {
+            let more = count.saturating_sub(before.get(layer).copied().unwrap_or(0));
+            if more > 0 {
+                self.zero_active.with_label_values(&[layer.to_string().as_str()]).inc_by(more);
+                rose.push((layer, more));
+            }
+        }
+        rose
     }
 
     pub(super) fn step(&self, engine: u32, now: &[Vec<u64>], before: &[Vec<u64>]) {
@@ -60,9 +80,5 @@ impl Experts {
             let idle = tokens.iter().filter(|&&t| t == 0).count();
             self.idle.with_label_values(&labels).set(idle as f64);
         }
-    }
-
-    pub(super) fn zero_active(&self, layer: usize) {
-        self.zero_active.with_label_values(&[layer.to_string().as_str()]).inc();
     }
 }

@@ -160,21 +160,13 @@ fn escape(out: &mut String, text: &str, quotes: bool) {
 }
 
 pub(super) fn describe(families: &Families, aliases: &[(&str, &str, bool)]) -> Vec<FamilyDescription> {
-    let word = |kind| match kind {
-        MetricType::COUNTER => "counter",
-        MetricType::HISTOGRAM => "histogram",
-        _ => "gauge",
-    };
-    with_aliases(families.gather(), aliases, true)
-        .iter()
-        .map(|family| {
-            let original = aliases.iter().find(|(copy, ..)| *copy == family.name()).map_or(family.name(), |a| a.1);
-            FamilyDescription {
-                name: family.name().to_owned(),
-                kind: word(family.get_field_type()),
-                labels: families.labels(original),
-                help: family.help().to_owned(),
-            }
-        })
-        .collect()
+    let mut all = families.described();
+    for &(copy, original, _) in aliases {
+        if let Some(family) = all.iter().find(|f| f.name == original) {
+            let help = format!("Older name of {original}.");
+            all.push(FamilyDescription { name: copy.to_owned(), help, ..family.clone() });
+        }
+    }
+    all.sort_by(|a, b| a.name.cmp(&b.name));
+    all
 }

@@ -23,7 +23,7 @@ use ernie_proto::worker::{LoadPhase, StepStats};
 use families::Families;
 use std::collections::HashMap;
 use std::sync::Mutex;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::Duration;
 
 /// Names that are copies of another family, made at the scrape. `(copy, original, only with legacy names)`.
@@ -138,6 +138,10 @@ pub struct FleetFigures {
     /// Seconds since the daemon started.
     pub uptime_seconds: f64,
     pub requests_in_flight: u64,
+    /// Workers replaced so far because they made no progress.
+    pub workers_stalled: u64,
+    /// Layers of the model that serves, if it is a mixture of experts.
+    pub moe_layers: u32,
     pub engines: Vec<EngineFigures>,
     /// All that are loaded or being loaded.
     pub deployments: Vec<RevisionFigures>,
@@ -188,6 +192,8 @@ pub struct Metrics {
     last: Mutex<HashMap<WorkerId, StepStats>>,
     /// Bytes of one KV block, as the last scrape knew it.
     block_bytes: AtomicU64,
+    /// A layer of the model that serves had a token without an active expert.
+    zero_experts: AtomicBool,
 }
 
 impl Metrics {
@@ -208,6 +214,7 @@ impl Metrics {
             experts,
             last: Mutex::new(HashMap::new()),
             block_bytes: AtomicU64::new(0),
+            zero_experts: AtomicBool::new(false),
         }
     }
 
@@ -249,8 +256,9 @@ impl Metrics {
         self.http.request(method, handler, status, elapsed);
     }
 
-    /// One engine step was reported by the worker in slot `engine`.
-    pub fn step(&self, engine: u32, worker: WorkerId, stats: &StepStats) {
+    /// One engine step was reported by the worker in slot `engine`. Gives the layers that had tokens without an active expert
+    /// since the last report, with in how many steps.
+    pub fn step(&self, engine: u32, worker: WorkerId, stats: &StepStats) -> Vec<(usize, u64)> {
         let mut last = self.last.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         let previous = last.remove(&worker).unwrap_or_default();
         self.vllm.step(engine, stats, &previous);
@@ -261,22 +269,34 @@ impl Metrics {
         self.own.step(engine, stats, &previous, self.setup.max_num_batched_tokens);
         let mut kept = stats.clone();
         // Expert counters come about once a second; the last ones seen are the base of the next difference.
+        let mut idle_layers = Vec::new();
         if stats.expert_tokens.is_empty() {
             kept.expert_tokens = previous.expert_tokens;
+            kept.zero_active = previous.zero_active;
         } else {
             self.experts.step(engine, &stats.expert_tokens, &previous.expert_tokens);
+            idle_layers = self.experts.zero_active(&stats.zero_active, &previous.zero_active);
+            if !idle_layers.is_empty() {
+                self.zero_experts.store(true, Ordering::Release);
+            }
         }
         last.insert(worker, kept);
+        idle_layers
+    }
+
+    /// Whether a layer of the model that serves had a token without an active expert.
+    pub fn zero_experts_seen(&self) -> bool {
+        self.zero_experts.load(Ordering::Acquire)
+    }
+
+    /// Another model serves from now on.
+    pub fn deployment_activated(&self) {
+        self.zero_experts.store(false, Ordering::Release);
     }
 
     /// A worker process has ended: its counters will not come again.
     pub fn worker_gone(&self, worker: WorkerId) {
         self.last.lock().unwrap_or_else(std::sync::PoisonError::into_inner).remove(&worker);
-    }
-
-    /// A layer had a step with tokens and no active expert: a routing bug (requirements F9).
-    pub fn moe_zero_active(&self, layer: usize) {
-        self.experts.zero_active(layer);
     }
 
     /// A worker process was started again after a death.
@@ -304,6 +324,11 @@ impl Metrics {
         self.own.rollout_state(state);
     }
 
+    /// A model swap came to its end.
+    pub fn rollout_ended(&self, completed: bool) {
+        self.own.rollouts[usize::from(!completed)].inc();
+    }
+
     /// A model swap moved traffic; how long new requests had to wait for it.
     pub fn swap_cutover(&self, elapsed: Duration) {
         self.own.swap_cutover.observe(elapsed.as_secs_f64());
@@ -322,6 +347,7 @@ impl Metrics {
         }
         self.vllm.fleet(fleet);
         self.own.fleet(fleet);
+        self.experts.layers(fleet.moe_layers);
         self.process.refresh();
         let format = Format::negotiate(accept);
         let families = exposition::with_aliases(self.families.gather(), ALIASES, self.setup.legacy_names);

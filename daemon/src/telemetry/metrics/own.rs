@@ -58,6 +58,8 @@ pub(super) struct Own {
     pub(super) log_dropped: IntCounter,
     key_refusals: IntCounterVec,
     rollout: GaugeVec,
+    pub(super) rollouts: [IntCounter; 2],
+    worker_stalls: IntCounter,
     pub(super) swap_cutover: Histogram,
     engines: u32,
 }
@@ -69,6 +71,8 @@ impl Own {
             "Rows written to the audit store, by outcome. Any error means that administration is refused until it is mended.",
             &["outcome"],
         );
+        let rollouts =
+            f.counters("ernied_rollouts_total", "Model swaps that came to their end, by outcome.", &["outcome"]);
         let own = Self {
             time_to_first_token: f.histogram(
                 "ernied_time_to_first_token_seconds",
@@ -174,6 +178,11 @@ impl Own {
                 "Requests refused at the API key, by reason.",
                 &["reason"],
             ),
+            rollouts: ["completed", "rolled_back"].map(|outcome| rollouts.with_label_values(&[outcome])),
+            worker_stalls: f.counter(
+                "ernied_worker_stalls_total",
+                "Workers replaced because they had work and made no progress for workers.stall_timeout.",
+            ),
             rollout: f.gauges("ernied_rollout_state", "1 for the state the model swap is in.", &["state"]),
             swap_cutover: f.histogram(
                 "ernied_swap_cutover_seconds",
@@ -272,6 +281,7 @@ impl Own {
         self.draining.set(f64::from(u8::from(fleet.draining)));
         self.uptime.set(fleet.uptime_seconds);
         self.in_flight.set(fleet.requests_in_flight as f64);
+        self.worker_stalls.inc_by(fleet.workers_stalled.saturating_sub(self.worker_stalls.get()));
         self.memory_limit.set(crate::system::memory::limit_bytes().unwrap_or(0) as f64);
         self.build.reset();
         self.build.with_label_values(&[env!("CARGO_PKG_VERSION"), fleet.isa.as_str()]).set(1.0);

@@ -256,6 +256,24 @@ fn a_scrape_takes_less_than_five_milliseconds() {
 }
 
 #[test]
+fn a_layer_without_an_active_expert_rises_once_per_step_and_never_falls_with_the_worker() {
+    let m = metrics();
+    let stats = |zero: &[u64]| StepStats {
+        expert_tokens: vec![vec![], vec![1, 0]],
+        zero_active: zero.to_vec(),
+        ..StepStats::default()
+    };
+    let fleet = FleetFigures { moe_layers: 2, ..FleetFigures::default() };
+    assert!(m.render(&fleet, None).1.contains(r#"ernied_moe_zero_active_experts_total{layer="1"} 0.0"#));
+    assert_eq!(m.step(0, WorkerId(1), &stats(&[0, 3])), [(1, 3)]);
+    assert!(m.step(0, WorkerId(1), &StepStats::default()).is_empty(), "reports without experts say nothing");
+    assert!(m.step(0, WorkerId(1), &stats(&[0, 3])).is_empty());
+    m.worker_gone(WorkerId(1));
+    assert_eq!(m.step(0, WorkerId(2), &stats(&[0, 1])), [(1, 1)]);
+    assert_eq!(value(&scrape(&m), r#"ernied_moe_zero_active_experts_total{layer="1"}"#), 4.0);
+}
+
+#[test]
 fn experts_show_tokens_skew_and_idleness() {
     let m = metrics();
     let stats = |tokens: Vec<Vec<u64>>| StepStats { expert_tokens: tokens, ..StepStats::default() };
