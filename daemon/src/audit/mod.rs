@@ -156,6 +156,13 @@ impl AuditHandle {
         }
     }
 
+    /// Changes what is kept, from now on.
+    pub fn keep(&self, config: &AuditConfig) {
+        if self.commands.try_send(Command::Keep(config.clone())).is_err() {
+            tracing::warn!("the audit store is too far behind to take a changed retention; reload once more");
+        }
+    }
+
     /// Stores a key. The caller holds an [`Act`].
     pub async fn store_key(&self, key: StoredKey) -> Result<(), AuditUnavailable> {
         self.ask(|reply| Command::StoreKey { key: Box::new(key), reply }).await

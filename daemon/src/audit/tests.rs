@@ -154,6 +154,46 @@ async fn pruned_rows_are_answered_for_and_a_forged_cut_is_not() {
 }
 
 #[tokio::test]
+async fn a_changed_retention_counts_without_a_restart() {
+    let dir = tempfile::tempdir().expect("temp");
+    filled(dir.path(), 5).await;
+    let audit = open(dir.path()).await;
+    audit.keep(&AuditConfig { retention: Some(Duration::ZERO), max_bytes: None });
+    // An act after it: its answer comes when the writer has done what came before.
+    audit.begin(intent("a", "after")).await.expect("taken").finish(Ok(json!({}))).await;
+    let rows = audit.reader().rows(&AuditFilter::default()).await.expect("read");
+    assert!(rows.len() <= 4, "{} rows are left", rows.len());
+    assert!(rows.iter().any(|r| r.kind == "checkpoint"));
+    assert_eq!(audit.reader().verify().await.expect("checked").broken, None);
+}
+
+#[tokio::test]
+async fn an_old_database_migrates_with_its_chain_its_keys_and_its_usage() {
+    let golden = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/audit");
+    let mut databases = 0;
+    for entry in
+        std::fs::read_dir(golden).expect("listed").flatten().filter(|e| e.path().extension().is_some_and(|e| e == "db"))
+    {
+        databases += 1;
+        let dir = tempfile::tempdir().expect("temp");
+        std::fs::copy(entry.path(), dir.path().join("audit.db")).expect("copied");
+        let audit = open(dir.path()).await;
+        let verdict = audit.reader().verify().await.expect("checked");
+        assert_eq!(verdict.broken, None, "{entry:?}");
+        assert!(verdict.rows >= 10, "{entry:?}: {verdict:?}");
+        let keys = audit.reader().keys().await.expect("read");
+        let of = |name: &str| keys.iter().find(|k| k.name == name).unwrap_or_else(|| panic!("{name} of {entry:?}"));
+        assert_eq!(of("app").limits.requests_per_minute, 600);
+        assert!(of("old").revoked_at.is_some());
+        let usage = audit.reader().usage("2020-01-01").await.expect("read");
+        assert!(usage.iter().any(|row| row.completion_tokens > 0), "{usage:?}");
+        audit.begin(intent("a", "after the migration")).await.expect("taken").finish(Ok(json!({}))).await;
+        assert_eq!(audit.reader().verify().await.expect("checked").broken, None);
+    }
+    assert!(databases >= 1, "the golden files are gone");
+}
+
+#[tokio::test]
 async fn the_store_shrinks_to_its_size_limit_and_stays_verifiable() {
     let dir = tempfile::tempdir().expect("temp");
     filled(dir.path(), 300).await;

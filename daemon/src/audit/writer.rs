@@ -25,17 +25,41 @@ type Reply<T> = oneshot::Sender<Result<T, AuditUnavailable>>;
 
 #[derive(Debug)]
 pub(super) enum Command {
-    Begin { intent: Box<Intent>, reply: Reply<i64> },
-    Finish { intent: Box<Intent>, seq: i64, outcome: &'static str, duration_ms: i64, reply: Reply<()> },
+    Begin {
+        intent: Box<Intent>,
+        reply: Reply<i64>,
+    },
+    Finish {
+        intent: Box<Intent>,
+        seq: i64,
+        outcome: &'static str,
+        duration_ms: i64,
+        reply: Reply<()>,
+    },
     Event(Box<Intent>),
-    Usage { key: Arc<str>, usage: Usage },
-    StoreKey { key: Box<StoredKey>, reply: Reply<()> },
-    RevokeKey { id: String, at: i64, reply: Reply<()> },
-    Close { reply: oneshot::Sender<()> },
+    Usage {
+        key: Arc<str>,
+        usage: Usage,
+    },
+    /// A reload changed what is kept.
+    Keep(AuditConfig),
+    StoreKey {
+        key: Box<StoredKey>,
+        reply: Reply<()>,
+    },
+    RevokeKey {
+        id: String,
+        at: i64,
+        reply: Reply<()>,
+    },
+    Close {
+        reply: oneshot::Sender<()>,
+    },
 }
 
 struct Writer {
     store: Store,
+    keep: AuditConfig,
     metrics: Arc<Metrics>,
     healthy: Arc<AtomicBool>,
     usage: BTreeMap<Arc<str>, (u64, Usage)>,
@@ -45,11 +69,11 @@ struct Writer {
 pub(super) async fn run(
     store: Store,
     mut inbox: mpsc::Receiver<Command>,
-    config: AuditConfig,
+    keep: AuditConfig,
     metrics: Arc<Metrics>,
     healthy: Arc<AtomicBool>,
 ) {
-    let mut writer = Writer { store, metrics, healthy, usage: BTreeMap::new() };
+    let mut writer = Writer { store, keep, metrics, healthy, usage: BTreeMap::new() };
     let mut usage = interval(USAGE_INTERVAL);
     usage.set_missed_tick_behavior(MissedTickBehavior::Delay);
     let mut retention = interval(RETENTION_INTERVAL);
@@ -76,11 +100,7 @@ pub(super) async fn run(
                 }
             }
             _ = usage.tick() => writer.flush_usage().await,
-            _ = retention.tick() => match retention::apply(&mut writer.store, &config, now_ms()).await {
-                Ok(0) => {}
-                Ok(rows) => tracing::info!(rows, "old audit rows dropped, a checkpoint answers for them"),
-                Err(e) => tracing::warn!("old audit rows could not be dropped: {e}"),
-            },
+            _ = retention.tick() => writer.prune().await,
         }
     }
 }
@@ -109,6 +129,11 @@ impl Writer {
                 }
                 Command::Event(intent) => rows.push(row(&intent, "event")),
                 Command::Usage { key, usage } => self.count(key, usage),
+                Command::Keep(keep) => {
+                    self.flush(&mut rows, &mut replies).await;
+                    self.keep = keep;
+                    self.prune().await;
+                }
                 Command::StoreKey { key, reply } => {
                     self.flush(&mut rows, &mut replies).await;
                     let result = self.store.store_key(&key).await;
@@ -124,6 +149,14 @@ impl Writer {
         }
         self.flush(&mut rows, &mut replies).await;
         closed
+    }
+
+    async fn prune(&mut self) {
+        match retention::apply(&mut self.store, &self.keep, now_ms()).await {
+            Ok(0) => {}
+            Ok(rows) => tracing::info!(rows, "old audit rows dropped, a checkpoint answers for them"),
+            Err(e) => tracing::warn!("old audit rows could not be dropped: {e}"),
+        }
     }
 
     async fn flush(&mut self, rows: &mut Vec<Row>, replies: &mut Vec<(usize, Waiting)>) {

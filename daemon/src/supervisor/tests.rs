@@ -226,6 +226,18 @@ async fn a_worker_that_thaws_after_it_was_given_up_moves_nothing() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_changed_stall_timeout_counts_for_the_worker_that_runs() {
+    let fleet = Fleet::of(vec![Fault::HangAfterSteps(5)]);
+    fleet.active().await;
+    let liveness = LivenessSettings { stall_timeout: Duration::from_secs(2), ..LivenessSettings::default() };
+    fleet.handle.configure(SupervisorSettings { liveness, ..SupervisorSettings::default() }).await;
+    let begin = Instant::now();
+    fifty_requests_bring_every_token(&fleet).await;
+    assert_eq!(fleet.handle.status().counters.workers_stalled, 1);
+    assert!(begin.elapsed() < Duration::from_secs(6), "took {:?}", begin.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
 async fn an_idle_worker_that_hangs_is_found_by_its_missing_pong() {
     let workers = ScriptedWorkers::new(|_| Script::default());
     let fleet = Fleet::start(workers, spec(1));
