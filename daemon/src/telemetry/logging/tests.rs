@@ -6,15 +6,18 @@ use std::io::Read;
 use std::path::Path;
 use tracing::Dispatch;
 
-fn config(file: &Path, format: LogFormat) -> LoggingConfig {
+pub(super) fn config(file: &Path, format: LogFormat) -> LoggingConfig {
     LoggingConfig {
         format,
         level: "info".to_owned(),
         file: Some(file.to_owned()),
         rotate_bytes: 1 << 30,
+        rotate_every: None,
         rotate_keep: 1000,
+        total_bytes: None,
         compress: true,
         requests: true,
+        slow_request: None,
         stats: true,
     }
 }
