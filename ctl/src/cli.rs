@@ -137,6 +137,14 @@ pub(crate) enum Verb {
     ResetPrefixCache,
     /// The daemon's metrics as text
     Metrics,
+    /// The flight recorder: write down the last minutes, explain what was written
+    #[command(
+        after_help = "Examples:\n  ernie-ctl debug dump\n  ernie-ctl debug explain /var/lib/ernied/flight/flight-20260126T142207.123Z-w1.json"
+    )]
+    Debug {
+        #[command(subcommand)]
+        act: DebugAct,
+    },
     /// Follow what happens: workers, rollouts, administrative acts
     Events {
         /// Begin with the last N events
@@ -209,6 +217,17 @@ pub(crate) enum ConfigAct {
         /// Go back to file and flags
         #[arg(long, conflicts_with = "value")]
         unset: bool,
+    },
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum DebugAct {
+    /// Write down the last minutes: steps, requests and events, as ids and figures
+    Dump,
+    /// Tell the story of a file; needs no daemon
+    Explain {
+        /// As written by `debug dump`, or by the daemon when a worker was lost
+        file: PathBuf,
     },
 }
 

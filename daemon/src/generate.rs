@@ -10,13 +10,15 @@ use crate::admission::Permit;
 use crate::keys::{KeyPermit, KeyStore, Principal, Usage};
 use crate::supervisor::{Deployment, FleetHandle, Generation, GenerationEvent, Submission, SubmitRefusal};
 use crate::telemetry::metrics::{FinishedReason, Metrics, RequestFigures};
+use crate::telemetry::requests::{Card, Notes, Observers};
+use crate::telemetry::traces::TraceParent;
 use crate::text::TextModel;
 use crate::text::detokenizer::Detokenizer;
 use crate::text::reasoning::ReasoningSplitter;
 use crate::text::stop::StopWatcher;
 use ernie_proto::worker::{FinishReason as EngineFinish, NO_TOKEN, SamplingParams, SequenceOutput, TokenLogprobs};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
@@ -70,8 +72,14 @@ pub struct GenerateRequest {
     pub deadline: Option<Instant>,
     /// As the client gave it or as we made it; for the log line.
     pub request_id: Arc<str>,
+    /// `chat` or `text_completion`.
+    pub operation: &'static str,
+    /// The caller's span.
+    pub parent: Option<TraceParent>,
     /// Whether its end is worth a line.
     pub log: bool,
+    /// Its end is worth a warning when it took longer.
+    pub slow: Option<Duration>,
 }
 
 /// What an answer brings, in order.
@@ -140,10 +148,11 @@ pub struct Answer {
 pub async fn generate(
     fleet: &FleetHandle,
     metrics: &Arc<Metrics>,
+    observers: &Observers,
     request: GenerateRequest,
     admitted: Arc<Admitted>,
 ) -> Result<Answer, SubmitRefusal> {
-    let figures = Figures::new(metrics.clone(), &request, admitted.clone());
+    let figures = Figures::new(metrics.clone(), observers.clone(), &request, admitted.clone());
     let submission = Submission {
         prompt: request.prompt,
         choices: request.choices,
@@ -163,6 +172,7 @@ pub async fn generate(
         ended: false,
     };
     let generation = fleet.submit(&request.deployment, submission).await?;
+    figures.card.notes.submitted(generation.id().0);
     Ok(Answer {
         generation,
         text: request.deployment.text.clone(),
@@ -356,9 +366,11 @@ pub struct Timings {
 #[derive(Debug)]
 struct Figures {
     metrics: Arc<Metrics>,
+    observers: Observers,
+    card: Arc<Card>,
     admitted: Arc<Admitted>,
-    request_id: Arc<str>,
     log: bool,
+    slow: Option<Duration>,
     arrival: Instant,
     started: Option<Instant>,
     first_token: Option<Instant>,
@@ -373,12 +385,16 @@ struct Figures {
 }
 
 impl Figures {
-    fn new(metrics: Arc<Metrics>, request: &GenerateRequest, admitted: Arc<Admitted>) -> Self {
+    fn new(metrics: Arc<Metrics>, observers: Observers, request: &GenerateRequest, admitted: Arc<Admitted>) -> Self {
+        let card = Arc::new(card(request, &admitted));
+        observers.began(&card);
         Self {
             metrics,
+            observers,
+            card,
             admitted,
-            request_id: request.request_id.clone(),
             log: request.log,
+            slow: request.slow,
             arrival: request.arrival,
             started: None,
             first_token: None,
@@ -395,13 +411,15 @@ impl Figures {
 
     fn started(&mut self, cached_tokens: u32) {
         self.cached_tokens = cached_tokens;
-        self.started.get_or_insert_with(Instant::now);
+        let started = *self.started.get_or_insert_with(Instant::now);
+        self.card.notes.started(started - self.arrival, cached_tokens);
     }
 
     fn token(&mut self, choice: u16, first_of_choice: bool) {
         let now = Instant::now();
         let choice = usize::from(choice);
         self.generated += 1;
+        self.card.notes.token(now - self.arrival);
         self.tokens_by_choice[choice] += 1;
         if self.first_token.is_none() {
             self.first_token = Some(now);
@@ -448,19 +466,61 @@ impl Figures {
             completion_tokens: u64::from(self.generated),
         };
         self.admitted.keys.record(&self.admitted.principal, usage);
-        if !self.log {
-            return;
+        self.observers.ended(&self.card, &figures);
+        let slow = self.slow.is_some_and(|limit| figures.e2e > limit);
+        // One macro call per level: a level is part of the place in the code.
+        macro_rules! line {
+            ($level:ident, $text:literal) => {
+                tracing::$level!(
+                    target: "ernied::requests",
+                    request_id = &*self.card.request_id,
+                    key = &*self.card.key,
+                    finished = finished.label(),
+                    prompt_tokens = figures.prompt_tokens,
+                    cached_tokens = figures.cached_tokens,
+                    generation_tokens = figures.generation_tokens,
+                    queue_ms = figures.queue.map(millis),
+                    prefill_ms = figures.prefill.map(millis),
+                    decode_ms = figures.decode.map(millis),
+                    elapsed_ms = millis(figures.e2e),
+                    revision = short(&self.card.revision),
+                    $text
+                )
+            };
         }
-        tracing::info!(
-            target: "ernied::requests",
-            request_id = &*self.request_id,
-            finished = finished.label(),
-            prompt_tokens = figures.prompt_tokens,
-            cached_tokens = figures.cached_tokens,
-            generation_tokens = figures.generation_tokens,
-            elapsed_ms = figures.e2e.as_millis() as u64,
-            "request finished"
-        );
+        if slow {
+            line!(warn, "slow request finished");
+        } else if self.log {
+            line!(info, "request finished");
+        }
+    }
+}
+
+fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+}
+
+/// As much of a revision as tells it from others.
+fn short(revision: &str) -> &str {
+    revision.get(..12).unwrap_or(revision)
+}
+
+fn card(request: &GenerateRequest, admitted: &Admitted) -> Card {
+    Card {
+        request_id: request.request_id.clone(),
+        key: admitted.principal.name.clone(),
+        operation: request.operation,
+        model: request.deployment.name().to_owned(),
+        revision: request.deployment.revision.clone(),
+        parent: request.parent.clone(),
+        // The way back on the wall clock; the arrival was moments ago.
+        arrival: SystemTime::now().checked_sub(request.arrival.elapsed()).unwrap_or(SystemTime::UNIX_EPOCH),
+        prompt_tokens: u32::try_from(request.prompt.len()).unwrap_or(u32::MAX),
+        choices: u32::from(request.choices),
+        max_tokens: request.sampling.max_tokens,
+        temperature: request.sampling.temperature,
+        top_p: request.sampling.top_p,
+        notes: Notes::default(),
     }
 }
 

@@ -498,6 +498,16 @@ pub struct UsageRow {
     pub completion_tokens: i64,
 }
 
+/// `POST /v1/debug/dump`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FlightDump {
+    /// On the daemon's machine.
+    pub path: PathBuf,
+    pub requests: usize,
+    pub steps: u64,
+    pub audit: Option<i64>,
+}
+
 /// One row of the audit store.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct AuditRow {

@@ -4,6 +4,7 @@
 //! runtime, no tensor library and no HTTP stack.
 
 pub mod admin;
+pub mod flight;
 pub mod frame;
 pub mod ids;
 pub mod model;

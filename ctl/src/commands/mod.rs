@@ -5,6 +5,7 @@ mod bench;
 mod bench_swap;
 mod chat;
 mod config;
+mod debug;
 mod doctor;
 mod events;
 mod keys;
@@ -46,6 +47,7 @@ pub(crate) async fn run(cli: Cli) -> Result<ExitCode> {
         Verb::Set { assignment } => return config::set(&admin, json, &assignment).await,
         Verb::ResetPrefixCache => kv::drop_prefixes(&admin, json).await?,
         Verb::Metrics => output::print(&admin.text("/v1/metrics").await?)?,
+        Verb::Debug { act } => debug::run(&admin, json, act).await?,
         Verb::Events { lines } => events::run(&admin, json, lines).await?,
         Verb::Chat(args) => chat::run(&admin, args).await?,
         Verb::Doctor(args) => return doctor::run(&admin, json, args).await,

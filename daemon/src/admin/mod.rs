@@ -5,6 +5,7 @@
 
 mod audit;
 mod config;
+mod debug;
 mod error;
 mod follow;
 mod keys;
@@ -26,6 +27,7 @@ use crate::model_store::{Configured, Registry};
 use crate::supervisor::FleetHandle;
 use crate::telemetry::logging::LogControl;
 use crate::telemetry::metrics::Metrics;
+use crate::telemetry::recorder::Recorder;
 use axum::Router;
 use axum::extract::{ConnectInfo, State};
 use axum::middleware::{Next, from_fn_with_state};
@@ -69,6 +71,7 @@ pub(crate) enum Verb {
     ModelList,
     ModelAdd,
     ModelRemove,
+    DebugDump,
 }
 
 impl Verb {
@@ -83,6 +86,7 @@ impl Verb {
             }
             Self::RestartWorker | Self::Drain | Self::Reload | Self::LogLevel | Self::LogRotate => Role::Operator,
             Self::ResetPrefixCache | Self::Swap | Self::Rollback | Self::ModelAdd | Self::ModelRemove => Role::Operator,
+            Self::DebugDump => Role::Operator,
             Self::ConfigSet | Self::KeyCreate | Self::KeyRevoke | Self::KeyRotate => Role::Admin,
         }
     }
@@ -116,6 +120,7 @@ impl Verb {
             Self::ModelList => "model.list",
             Self::ModelAdd => "model.add",
             Self::ModelRemove => "model.remove",
+            Self::DebugDump => "debug.dump",
         }
     }
 }
@@ -127,6 +132,7 @@ pub struct Parts {
     pub sources: Sources,
     pub fleet: FleetHandle,
     pub metrics: Arc<Metrics>,
+    pub recorder: Arc<Recorder>,
     pub audit: AuditHandle,
     pub keys: KeyStore,
     pub log: LogControl,
@@ -151,6 +157,7 @@ pub struct Control {
     changing: Semaphore,
     fleet: FleetHandle,
     metrics: Arc<Metrics>,
+    recorder: Arc<Recorder>,
     audit: AuditHandle,
     keys: KeyStore,
     log: LogControl,
@@ -171,6 +178,7 @@ impl Control {
             changing: Semaphore::new(1),
             fleet: parts.fleet,
             metrics: parts.metrics,
+            recorder: parts.recorder,
             audit: parts.audit,
             keys: parts.keys,
             log: parts.log,
@@ -302,6 +310,7 @@ pub(crate) fn router(control: &Arc<Control>) -> Router {
         .route("/v1/models/{name}", delete(models::remove).layer(gate(Verb::ModelRemove)))
         .route("/v1/swap", post(models::swap).layer(gate(Verb::Swap)))
         .route("/v1/rollback", post(models::rollback).layer(gate(Verb::Rollback)))
+        .route("/v1/debug/dump", post(debug::dump).layer(gate(Verb::DebugDump)))
         .fallback(error::not_found)
         .layer(axum::extract::DefaultBodyLimit::max(BODY_BYTES_MAX))
         .with_state(Arc::clone(control))
@@ -330,5 +339,7 @@ async fn admit(
     }
 }
 
+#[cfg(test)]
+mod fuzz;
 #[cfg(test)]
 mod tests;

@@ -149,6 +149,8 @@ pub(crate) fn figures(fleet: &FleetStatus, started: Instant) -> FleetFigures {
         requests_in_flight: u64::from(fleet.requests_dispatched + fleet.requests_held),
         deployments: fleet.revisions(),
         canary_share: fleet.canary_share(),
+        workers_stalled: fleet.counters.workers_stalled,
+        moe_layers: loaded.filter(|l| l.moe).map_or(0, |l| l.layers),
         engines: fleet
             .workers
             .iter()

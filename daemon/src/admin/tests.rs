@@ -8,6 +8,7 @@ use crate::supervisor::scripted::{Script, ScriptedWorkers};
 use crate::supervisor::{DeploymentSpec, SupervisorSettings, start};
 use crate::telemetry::logging::Logging;
 use crate::telemetry::metrics::{CacheSettings, MetricsSetup};
+use crate::telemetry::recorder::Recorder;
 use crate::text::TextModel;
 use ernie_proto::worker::Load;
 use serde_json::{Value, json};
@@ -16,7 +17,7 @@ use std::time::Duration;
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 
-struct House {
+pub(super) struct House {
     control: Arc<Control>,
     dir: tempfile::TempDir,
     _logging: Logging,
@@ -27,7 +28,7 @@ struct House {
 const FILE: &str = "[model]\ndemo = true\n[logging]\nlevel = \"info\"\n";
 
 impl House {
-    async fn open() -> Self {
+    pub(super) async fn open() -> Self {
         let dir = tempfile::tempdir().expect("temp");
         let config_file = dir.path().join("ernied.toml");
         std::fs::write(&config_file, FILE).expect("written");
@@ -76,6 +77,7 @@ impl House {
             sources,
             fleet,
             metrics,
+            recorder: Arc::new(Recorder::new(dir.path(), Duration::from_secs(60))),
             audit,
             keys,
             log: logging.control().clone(),
@@ -90,12 +92,17 @@ impl House {
     /// Status code and JSON of one exchange.
     async fn call(&self, method: &str, path: &str, body: &Value) -> (u16, Value) {
         let body = if body.is_null() { String::new() } else { body.to_string() };
+        self.exchange(method, path, body.as_bytes()).await
+    }
+
+    /// The same with a body that may be anything.
+    pub(super) async fn exchange(&self, method: &str, path: &str, body: &[u8]) -> (u16, Value) {
         let mut stream = UnixStream::connect(&self.control.config().admin.socket).await.expect("connected");
-        let request = format!(
-            "{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {}\r\n\r\n{body}",
+        let head = format!(
+            "{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\ncontent-length: {}\r\n\r\n",
             body.len()
         );
-        stream.write_all(request.as_bytes()).await.expect("sent");
+        stream.write_all(&[head.as_bytes(), body].concat()).await.expect("sent");
         let mut answer = String::new();
         stream.read_to_string(&mut answer).await.expect("answered");
         let code = answer.split(' ').nth(1).and_then(|c| c.parse().ok()).expect("a status line");

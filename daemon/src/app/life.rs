@@ -6,6 +6,7 @@ use crate::supervisor::{FleetHandle, FleetState, FleetStatus};
 use crate::system::signals::{Asked, Signals};
 use crate::system::{memory, notify};
 use crate::telemetry::logging::Milestones;
+use crate::telemetry::traces::Traces;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
@@ -29,6 +30,7 @@ pub(super) struct Daemon {
     pub(super) socket_outlives_us: bool,
     pub(super) control: Arc<Control>,
     pub(super) url: String,
+    pub(super) traces: Option<Arc<Traces>>,
     /// Held to the end: nobody else may write our state.
     pub(super) _state_lock: std::fs::File,
 }
@@ -173,6 +175,10 @@ impl Daemon {
         }
         fleet.shutdown().await;
         super::swap::delete_files(&control.config());
+        if let Some(traces) = self.traces.take() {
+            // It waits for its thread and for the collector; bounded by its own patience.
+            let _ = tokio::task::spawn_blocking(move || traces.close()).await;
+        }
         control.close().await;
         tracing::info!("Stopped.");
     }

@@ -21,6 +21,9 @@ use crate::supervisor::{
 use crate::system::{memory, notify, sockets};
 use crate::telemetry::logging::{Logging, Milestones};
 use crate::telemetry::metrics::{CacheSettings, Metrics, MetricsSetup};
+use crate::telemetry::recorder::Recorder;
+use crate::telemetry::requests::Observers;
+use crate::telemetry::traces::{Traces, TracesError};
 use ernie_proto::worker::Load;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
@@ -105,6 +108,8 @@ enum StartError {
     #[error(transparent)]
     Verify(#[from] VerifyError),
     #[error(transparent)]
+    Traces(#[from] TracesError),
+    #[error(transparent)]
     Audit(#[from] crate::audit::StoreError),
 }
 
@@ -166,7 +171,10 @@ async fn start(
     let metrics = Arc::new(Metrics::new(metrics_setup(&config, &serves)));
     let audit = crate::audit::start(&config.paths.state_dir, &config.audit, Arc::clone(&metrics)).await?;
     let keys = crate::keys::KeyStore::start(&config.server.api_keys, &audit).await?;
-    let observers = observe::observers(&metrics, &audit);
+    let recorder = Arc::new(Recorder::new(&config.paths.state_dir, config.metrics.flight_window));
+    let traces = traces(&config)?;
+    let watching = Observers { recorder: Some(Arc::clone(&recorder)), traces: traces.clone() };
+    let observers = observe::observers(&metrics, &audit, &recorder);
     for (dir, reason) in &first.passed_over {
         audit.event("model.passed_over", &dir.display().to_string(), serde_json::json!({ "reason": reason }));
     }
@@ -177,7 +185,8 @@ async fn start(
     };
     let fleet = supervisor::start_with(supervisor_settings(&config), Arc::new(ReexecWorker), observers, spec, source);
 
-    let http = crate::http::build(&config, &fleet, &metrics, &keys);
+    let kept = audit.clone();
+    let http = crate::http::build(&config, &fleet, &metrics, &watching, &keys);
     let front = listen::Front::start(api, uds, &http)
         .map_err(|source| StartError::System { what: "the API can not be served", source })?;
     let control = crate::admin::Control::new(crate::admin::Parts {
@@ -185,6 +194,7 @@ async fn start(
         sources,
         fleet: fleet.clone(),
         metrics,
+        recorder,
         audit,
         keys,
         log: logging.control().clone(),
@@ -194,7 +204,10 @@ async fn start(
     });
     control.follow({
         let http = Arc::clone(&http);
-        move |config| http.apply(config)
+        move |config| {
+            http.apply(config);
+            kept.keep(&config.audit);
+        }
     });
     control.follow({
         let fleet = fleet.clone();
@@ -218,6 +231,7 @@ async fn start(
         socket_outlives_us,
         control,
         url: url(address),
+        traces,
         _state_lock: state_lock,
     })
 }
@@ -228,6 +242,12 @@ async fn first_model(config: &Config, model_dir: &Path) -> Result<first::First, 
     let (config, model_dir) = (config.clone(), model_dir.to_owned());
     let lost = |e| StartError::System { what: "the model could not be read", source: std::io::Error::other(e) };
     tokio::task::spawn_blocking(move || first::choose(&config, &model_dir)).await.map_err(lost)?
+}
+
+/// The exporter of spans, if an endpoint is given.
+fn traces(config: &Config) -> Result<Option<Arc<Traces>>, TracesError> {
+    let Some(endpoint) = &config.traces.endpoint else { return Ok(None) };
+    Ok(Some(Arc::new(Traces::start(endpoint, f64::from(config.traces.sample_ratio))?)))
 }
 
 /// Makes the folder and locks it; the lock lives as long as the file that is returned.

@@ -3,13 +3,22 @@
 use crate::audit::AuditHandle;
 use crate::supervisor::{FleetEvent, FleetObserver};
 use crate::telemetry::metrics::Metrics;
+use crate::telemetry::recorder::Recorder;
 use ernie_proto::ids::WorkerId;
 use ernie_proto::worker::StepStats;
 use serde_json::json;
 use std::sync::Arc;
 
-pub(super) fn observers(metrics: &Arc<Metrics>, audit: &AuditHandle) -> Vec<Arc<dyn FleetObserver>> {
-    vec![Arc::new(ToMetrics(Arc::clone(metrics))), Arc::new(ToAudit(audit.clone()))]
+pub(super) fn observers(
+    metrics: &Arc<Metrics>,
+    audit: &AuditHandle,
+    recorder: &Arc<Recorder>,
+) -> Vec<Arc<dyn FleetObserver>> {
+    vec![
+        Arc::new(ToMetrics(Arc::clone(metrics))),
+        Arc::new(ToAudit(audit.clone())),
+        Arc::new(ToRecorder(Arc::clone(recorder))),
+    ]
 }
 
 struct ToMetrics(Arc<Metrics>);
@@ -23,9 +32,20 @@ impl FleetObserver for ToMetrics {
             }
             FleetEvent::WorkerStopped { worker, .. } => self.0.worker_gone(*worker),
             FleetEvent::RequestsResumed { requests, .. } => self.0.requests_resumed(*requests as u64),
+            FleetEvent::DeploymentActivated { .. } => self.0.deployment_activated(),
             FleetEvent::RolloutBegan { .. } => self.0.rollout_state("verifying"),
             FleetEvent::RolloutPhase { phase, .. } => self.0.rollout_state(phase.as_str()),
-            FleetEvent::RolloutCompleted { .. } | FleetEvent::RolledBack { .. } => self.0.rollout_state("steady"),
+            FleetEvent::RolloutCompleted { cut_over, .. } => {
+                self.0.rollout_state("steady");
+                self.0.rollout_ended(true);
+                if let Some(cut_over) = cut_over {
+                    self.0.swap_cutover(cut_over.pause);
+                }
+            }
+            FleetEvent::RolledBack { .. } => {
+                self.0.rollout_state("steady");
+                self.0.rollout_ended(false);
+            }
             FleetEvent::WorkerSpawned { .. }
             | FleetEvent::WorkerReady { .. }
             | FleetEvent::RestartScheduled { .. }
@@ -33,7 +53,6 @@ impl FleetObserver for ToMetrics {
             | FleetEvent::CrashLoopLeft { .. }
             | FleetEvent::StepFailed { .. }
             | FleetEvent::RequestPoisonous { .. }
-            | FleetEvent::DeploymentActivated { .. }
             | FleetEvent::DeploymentRetired { .. }
             | FleetEvent::DeploymentFailed { .. }
             | FleetEvent::CommitFailed { .. }
@@ -43,7 +62,10 @@ impl FleetObserver for ToMetrics {
     }
 
     fn step(&self, slot: u32, worker: WorkerId, stats: &StepStats) {
-        self.0.step(slot, worker, stats);
+        for (layer, steps) in self.0.step(slot, worker, stats) {
+            // The words are those that the owner's documents grep for.
+            tracing::warn!(engine = slot, layer, steps, "Warning: MoE layer has 0 active experts");
+        }
     }
 }
 
@@ -120,5 +142,86 @@ impl FleetObserver for ToAudit {
             | FleetEvent::StepFailed { .. }
             | FleetEvent::RequestsResumed { .. } => {}
         }
+    }
+}
+
+struct ToRecorder(Arc<Recorder>);
+
+impl ToRecorder {
+    /// Writes down what led to a loss, off the supervisor's task.
+    fn lost(&self, worker: WorkerId, reason: &str) {
+        let Some(flight) = self.0.flight_of_loss(worker, reason) else { return };
+        let recorder = Arc::clone(&self.0);
+        tokio::task::spawn_blocking(move || match recorder.write(&flight) {
+            Ok(path) => {
+                let path = path.display();
+                tracing::warn!(%worker, "flight written; `ernie-ctl debug explain {path}` tells its story");
+            }
+            Err(e) => tracing::error!(%worker, "{e}"),
+        });
+    }
+}
+
+impl FleetObserver for ToRecorder {
+    fn on(&self, event: &FleetEvent) {
+        let note = |kind, worker, text: String| self.0.event(kind, worker, text);
+        match event {
+            FleetEvent::WorkerSpawned { worker, deployment, slot, pid } => {
+                self.0.worker_began(*worker, *pid);
+                note("worker.started", Some(*worker), format!("process {pid} for slot {slot} of {deployment}"));
+            }
+            FleetEvent::WorkerReady { worker, elapsed, .. } => {
+                note("worker.ready", Some(*worker), format!("after {:.2} s", elapsed.as_secs_f64()));
+            }
+            FleetEvent::WorkerLost { worker, failure, .. } => {
+                self.0.worker_gone(*worker);
+                note("worker.lost", Some(*worker), failure.reason.clone());
+                self.lost(*worker, &failure.reason);
+            }
+            FleetEvent::WorkerStopped { worker, .. } => {
+                self.0.worker_gone(*worker);
+                note("worker.stopped", Some(*worker), "as asked".to_owned());
+            }
+            FleetEvent::RestartScheduled { slot, wait, .. } => {
+                note("worker.restart", None, format!("slot {slot} starts again in {} ms", wait.as_millis()));
+            }
+            FleetEvent::CrashLoopEntered { slot, deaths, .. } => {
+                note("worker.crash_loop", None, format!("slot {slot} after {deaths} deaths"));
+            }
+            FleetEvent::CrashLoopLeft { slot, .. } => note("worker.crash_loop_left", None, format!("slot {slot}")),
+            FleetEvent::StepFailed { worker, message } => note("step.failed", Some(*worker), message.clone()),
+            FleetEvent::RequestsResumed { worker, requests } => {
+                note("requests.resumed", Some(*worker), format!("{requests} requests go on elsewhere"));
+            }
+            FleetEvent::RequestPoisonous { request, deaths } => {
+                note("request.poisonous", None, format!("{request} given up after {deaths} deaths"));
+            }
+            FleetEvent::DeploymentActivated { deployment, revision, .. } => {
+                note("deployment.activated", None, format!("{deployment}, revision {revision}"));
+            }
+            FleetEvent::DeploymentRetired { deployment, .. } => {
+                note("deployment.retired", None, deployment.to_string())
+            }
+            FleetEvent::DeploymentFailed { deployment, reason } => {
+                note("deployment.failed", None, format!("{deployment}: {reason}"));
+            }
+            FleetEvent::RolloutBegan { deployment, strategy, .. } => {
+                note("rollout.began", None, format!("{deployment}, {strategy}"));
+            }
+            FleetEvent::RolloutPhase { deployment, phase, detail } => {
+                note("rollout.phase", None, format!("{deployment} {phase}: {detail}"));
+            }
+            FleetEvent::RolloutCompleted { deployment, .. } => note("rollout.completed", None, deployment.to_string()),
+            FleetEvent::CommitFailed { reason, .. } => note("rollout.commit_failed", None, reason.clone()),
+            FleetEvent::RolledBack { reason, .. } => note("rollout.rolled_back", None, reason.clone()),
+            FleetEvent::Draining { requests, .. } => note("daemon.draining", None, format!("{requests} requests run")),
+            FleetEvent::Drained { finished, failed } => {
+                note("daemon.drained", None, format!("{finished} finished, {failed} failed"));
+            }
+        }
+    }
+
+    fn step(&self, slot: u32, worker: WorkerId, stats: &StepStats) {
+        self.0.step(slot, worker, stats);
     }
 }

@@ -34,6 +34,7 @@ pub struct Config {
     pub limits: LimitsConfig,
     pub logging: LoggingConfig,
     pub metrics: MetricsConfig,
+    pub traces: TracesConfig,
     pub admin: AdminConfig,
     pub audit: AuditConfig,
     pub paths: PathsConfig,
@@ -66,6 +67,8 @@ pub struct ServerConfig {
     pub body_timeout: Duration,
     /// Refuse fields that nobody knows.
     pub strict_requests: bool,
+    /// A routing bug makes the server unready.
+    pub unready_on_zero_experts: bool,
     /// Name thinking `reasoning_content` as well.
     pub reasoning_content: bool,
 }
@@ -212,11 +215,17 @@ pub struct LoggingConfig {
     /// Log file beside standard output. `None`: standard output only.
     pub file: Option<PathBuf>,
     pub rotate_bytes: u64,
+    /// Begin a new file when a stretch of this length ends, counted from midnight. `None`: by size only.
+    pub rotate_every: Option<Duration>,
     /// Old files kept.
     pub rotate_keep: u32,
+    /// All log files together; the oldest go first. `None`: only their number is bounded.
+    pub total_bytes: Option<u64>,
     pub compress: bool,
     /// One line per finished request.
     pub requests: bool,
+    /// A warning for requests that take longer.
+    pub slow_request: Option<Duration>,
     /// vLLM's line of averages every ten seconds.
     pub stats: bool,
 }
@@ -233,6 +242,17 @@ pub enum LogFormat {
 pub struct MetricsConfig {
     /// Also export the names that only the owner's documents use (`vllm:request_success_count`).
     pub legacy_names: bool,
+    /// What the flight recorder reaches back.
+    pub flight_window: Duration,
+}
+
+/// Where spans of requests go.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TracesConfig {
+    /// An OTLP/HTTP collector. `None`: there are no traces.
+    pub endpoint: Option<String>,
+    /// Share of the requests without a parent that is sampled.
+    pub sample_ratio: f32,
 }
 
 /// The control side.

@@ -5,7 +5,7 @@ use super::settings::by_key;
 use super::{
     AdminConfig, AuditConfig, Config, ConfigError, ConfigErrors, EngineConfig, ErrorStyle, LimitsConfig, LogFormat,
     LoggingConfig, MetricsConfig, ModelConfig, ModelSource, PathsConfig, RolloutConfig, RolloutRules, Secret,
-    ServerConfig, SwapChoice, SwapConfig, WorkersConfig, parse,
+    ServerConfig, SwapChoice, SwapConfig, TracesConfig, WorkersConfig, parse,
 };
 use ernie_proto::worker::{Dtype, Quantization, SwapPolicy, SwapRestore};
 use std::net::IpAddr;
@@ -76,7 +76,21 @@ pub fn resolve(
                 .optional("limits.truncate_history", |t| parse::integer(t, 1, 1 << 30).map(|n| n as u32)),
         },
         logging: r.logging(),
-        metrics: MetricsConfig { legacy_names: r.bool("metrics.legacy_names") },
+        metrics: MetricsConfig {
+            legacy_names: r.bool("metrics.legacy_names"),
+            flight_window: r.duration("metrics.flight_window"),
+        },
+        traces: TracesConfig {
+            endpoint: r.optional("traces.endpoint", |t| {
+                let host = t.strip_prefix("http://").unwrap_or_default();
+                if host.is_empty() {
+                    Err("expected an http:// URL (put TLS in a collector beside us)".to_owned())
+                } else {
+                    Ok(t.to_owned())
+                }
+            }),
+            sample_ratio: r.value("traces.sample_ratio", 1.0, parse::fraction),
+        },
         admin: r.admin(&paths),
         audit: AuditConfig {
             retention: r.optional("audit.retention", parse::duration),
@@ -134,6 +148,7 @@ impl Resolver<'_> {
             header_timeout: self.duration("server.header_timeout"),
             body_timeout: self.duration("server.body_timeout"),
             strict_requests: self.bool("server.strict_requests"),
+            unready_on_zero_experts: self.bool("server.unready_on_zero_experts"),
             reasoning_content: self.bool("server.reasoning_content"),
         }
     }
@@ -302,9 +317,15 @@ impl Resolver<'_> {
                 parse::size(t, 1)
                     .and_then(|n| if n >= 4096 { Ok(n) } else { Err("expected at least 4096 bytes".to_owned()) })
             }),
+            rotate_every: self.optional("logging.rotate_every", |t| {
+                let every = parse::duration(t)?;
+                if every >= Duration::from_secs(60) { Ok(every) } else { Err("expected at least a minute".to_owned()) }
+            }),
             rotate_keep: self.u32("logging.rotate_keep", 0, 10_000),
+            total_bytes: self.optional("logging.total_size", |t| parse::size(t, 1)),
             compress: self.bool("logging.compress"),
             requests: self.bool("logging.requests"),
+            slow_request: self.optional("logging.slow_request", parse::duration),
             stats: self.bool("logging.stats"),
         }
     }
@@ -349,6 +370,10 @@ impl Resolver<'_> {
         if c.workers.stall_timeout < c.workers.ping_interval * 2 {
             let message = "is below twice workers.ping_interval: one late answer would be a stall".to_owned();
             self.refuse("workers.stall_timeout", message, "raise it, or lower workers.ping_interval");
+        }
+        if c.logging.total_bytes.is_some_and(|total| total < c.logging.rotate_bytes.saturating_mul(2)) {
+            let message = "is below twice logging.rotate_size: there would be no old file".to_owned();
+            self.refuse("logging.total_size", message, "raise it, or lower logging.rotate_size");
         }
         // A Unix socket's path has 108 bytes in the kernel's structure, one of them the final zero.
         for (key, path) in [("admin.socket", Some(&c.admin.socket)), ("server.uds", c.server.uds.as_ref())] {

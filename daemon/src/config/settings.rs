@@ -84,6 +84,7 @@ pub const SETTINGS: &[Setting] = settings! {
     "server.header_timeout" "header-timeout" Value("DURATION"), "30s", Daemon, "how long a client may take for the headers of a request, and how long an idle connection is kept";
     "server.body_timeout" "body-timeout" Value("DURATION"), "30s", Live, "how long a client may take for a body";
     "server.strict_requests" "strict-requests" Switch, "false", Live, "refuse request fields that nobody knows instead of ignoring them";
+    "server.unready_on_zero_experts" "unready-on-zero-experts" Switch, "false", Live, "withdraw readiness when a MoE layer had a token without an active expert, until another model serves";
     "server.reasoning_content" "reasoning-content" Switch, "true", Live, "give thinking under its older name reasoning_content as well";
 
     "model.path" "model" Value("DIR"), "", Model, "folder of the model: config.json, *.safetensors, tokenizer.json";
@@ -153,12 +154,19 @@ pub const SETTINGS: &[Setting] = settings! {
     "logging.level" "log-level" Value("LEVEL"), "info", Live, "error, warn, info, debug, trace, or directives such as info,ernied::supervisor=debug";
     "logging.file" "log-file" Value("PATH"), "", Daemon, "write the log to this file as well";
     "logging.rotate_size" "log-rotate-size" Value("SIZE"), "64MiB", Daemon, "begin a new log file at this size";
+    "logging.rotate_every" "log-rotate-every" Value("DURATION"), "", Daemon, "begin a new log file when this much time has passed, counted from midnight: 1h, 24h";
     "logging.rotate_keep" "log-rotate-keep" Value("N"), "8", Daemon, "old log files kept";
+    "logging.total_size" "log-total-size" Value("SIZE"), "1GiB", Daemon, "all log files together; the oldest go first";
     "logging.compress" "log-compress" Switch, "true", Daemon, "gzip old log files";
     "logging.requests" "log-requests" Switch, "true", Live, "one line per finished request (never its text)";
+    "logging.slow_request" "log-slow-request" Value("DURATION"), "", Live, "a warning for each request that takes longer";
     "logging.stats" "log-stats" Switch, "true", Live, "a line of averages every ten seconds while not idle";
 
     "metrics.legacy_names" "legacy-metric-names" Switch, "false", Daemon, "also export vllm:request_success_count";
+    "metrics.flight_window" "flight-window" Value("DURATION"), "15m", Daemon, "how far the flight recorder reaches back (ernie-ctl debug dump; written by itself when a worker is lost)";
+
+    "traces.endpoint" "otlp-traces-endpoint" Value("URL"), "", Daemon, "send spans of requests to this OTLP/HTTP collector, http://127.0.0.1:4318";
+    "traces.sample_ratio" "otlp-traces-sample-ratio" Value("FRACTION"), "1", Daemon, "share of the requests that is traced; callers that send traceparent decide themselves";
 
     "admin.socket" "admin-socket" Value("PATH"), "", Daemon, "control socket of ernie-ctl; default: admin.sock in the runtime directory";
     "admin.socket_mode" "admin-socket-mode" Value("0600|0660"), "0600", Daemon, "permissions of the control socket";

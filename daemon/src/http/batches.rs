@@ -403,7 +403,7 @@ async fn answer(
     body.insert("priority".into(), json!(PRIORITY));
     body.insert("stream".into(), Value::Null);
     body.insert("stream_options".into(), Value::Null);
-    let request_id = RequestId { id: Arc::from(request_id), arrival: Instant::now() };
+    let request_id = RequestId { id: Arc::from(request_id), arrival: Instant::now(), parent: None };
     let caller = Caller { principal: owner.clone(), request_id, deadline: None };
     let whole = if endpoint == "/v1/chat/completions" {
         let request = ChatCompletionRequest::read(body)?;

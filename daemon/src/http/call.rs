@@ -193,15 +193,20 @@ impl Api {
             arrival: caller.request_id.arrival,
             deadline: caller.deadline,
             request_id: caller.request_id.id.clone(),
+            operation: work.operation,
+            parent: caller.request_id.parent.clone(),
             log: self.settings().log_requests,
+            slow: self.settings().slow_request,
         };
-        Ok(generate::generate(&self.fleet, &self.metrics, request, admitted.clone()).await?)
+        Ok(generate::generate(&self.fleet, &self.metrics, &self.observers, request, admitted.clone()).await?)
     }
 }
 
 /// One prompt, ready for the fleet.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone)]
 pub struct PromptWork {
+    /// For traces: `chat` or `text_completion`.
+    pub operation: &'static str,
     pub index: usize,
     pub prompt: Vec<u32>,
     pub max_tokens: u32,

@@ -186,7 +186,7 @@ impl ChatPlan {
             prompt: prompt.clone(),
             metrics: None,
         };
-        let work = PromptWork { index: 0, prompt, max_tokens, bad_words, reasoning };
+        let work = PromptWork { operation: "chat", index: 0, prompt, max_tokens, bad_words, reasoning };
         let answer = api.generate(&caller, &deployment, &checked, work, &admitted).await?;
         Ok(Chat { answers: Answers::new(vec![answer]), form, stream })
     }

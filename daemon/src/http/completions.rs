@@ -106,7 +106,8 @@ pub async fn begin(
     };
     let mut answers = Vec::with_capacity(encoded.len());
     for (index, (prompt, max_tokens)) in encoded.into_iter().zip(lengths).enumerate() {
-        let work = PromptWork { index, prompt, max_tokens, bad_words: bad_words.clone(), reasoning: None };
+        let bad_words = bad_words.clone();
+        let work = PromptWork { operation: "text_completion", index, prompt, max_tokens, bad_words, reasoning: None };
         answers.push(api.generate(&caller, &deployment, &checked, work, &admitted).await?);
     }
     Ok((Answers::new(answers), form))

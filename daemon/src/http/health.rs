@@ -16,18 +16,22 @@ use std::sync::Arc;
 /// `/health`, `/ping`, `/ready`, `/readyz`, `/health/ready`: 200 and `OK`, or 503 and one line of reason.
 pub async fn ready(State(api): State<Arc<Api>>, RawQuery(query): RawQuery) -> Response {
     let status = api.fleet.status();
-    let is_ready = status.is_ready() && !api.is_leaving();
+    let distrusted = api.is_distrusted();
+    let is_ready = status.is_ready() && !api.is_leaving() && !distrusted;
     let code = if is_ready { StatusCode::OK } else { StatusCode::SERVICE_UNAVAILABLE };
     let mut response = if query.as_deref().is_some_and(wants_verbose) {
         (code, Json(verbose(&status, is_ready))).into_response()
     } else {
-        (code, line(&status, is_ready)).into_response()
+        (code, if distrusted { DISTRUSTED.to_owned() } else { line(&status, is_ready) }).into_response()
     };
     if code != StatusCode::OK {
         response.headers_mut().insert(header::RETRY_AFTER, http::HeaderValue::from_static("5"));
     }
     response
 }
+
+/// For probes, and for whoever reads them.
+const DISTRUSTED: &str = "routing: a MoE layer had a token without an active expert; roll back, see the log\n";
 
 /// `/health/live`, `/livez`: this answer is the proof.
 pub async fn live() -> &'static str {
@@ -134,7 +138,7 @@ fn figures(api: &Api) -> FleetFigures {
         })
         .collect();
     FleetFigures {
-        ready: status.is_ready() && !api.is_leaving(),
+        ready: status.is_ready() && !api.is_leaving() && !api.is_distrusted(),
         draining: status.state == FleetState::Draining || api.is_leaving(),
         model_name: active.and_then(|d| d.served_names.first().cloned()).unwrap_or_default(),
         revision: active.map_or_else(String::new, |d| d.revision.clone()),
@@ -143,6 +147,8 @@ fn figures(api: &Api) -> FleetFigures {
         requests_in_flight: api.admission.in_flight() as u64,
         deployments: status.revisions(),
         canary_share: status.canary_share(),
+        workers_stalled: status.counters.workers_stalled,
+        moe_layers: loaded.filter(|l| l.moe).map_or(0, |l| l.layers),
         engines,
     }
 }

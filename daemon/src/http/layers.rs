@@ -2,6 +2,7 @@
 
 use super::error::{ApiError, ErrorKind};
 use super::{Api, auth};
+use crate::telemetry::traces::TraceParent;
 use axum::extract::{MatchedPath, Request, State};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
@@ -20,6 +21,8 @@ pub struct RequestId {
     pub id: Arc<str>,
     /// When the request came in.
     pub arrival: Instant,
+    /// The caller's span, from `traceparent`.
+    pub parent: Option<TraceParent>,
 }
 
 impl RequestId {
@@ -28,7 +31,8 @@ impl RequestId {
         let usable =
             |id: &&str| !id.is_empty() && id.len() <= REQUEST_ID_BYTES_MAX && id.bytes().all(|b| b.is_ascii_graphic());
         let id = given.filter(usable).map_or_else(|| Arc::from(fresh_id()), Arc::from);
-        Self { id, arrival: Instant::now() }
+        let parent = headers.get("traceparent").and_then(|v| v.to_str().ok()).and_then(TraceParent::parse);
+        Self { id, arrival: Instant::now(), parent }
     }
 }
 

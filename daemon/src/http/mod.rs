@@ -39,6 +39,7 @@ use crate::generate::TextPool;
 use crate::keys::KeyStore;
 use crate::supervisor::FleetHandle;
 use crate::telemetry::metrics::Metrics;
+use crate::telemetry::requests::Observers;
 use axum::Router;
 use axum::middleware::from_fn_with_state;
 use axum::routing::{any, get, post};
@@ -73,6 +74,8 @@ pub struct HttpSettings {
     pub limits: RequestLimits,
     /// Refuse fields that nobody knows.
     pub strict_requests: bool,
+    /// A MoE layer without an active expert withdraws readiness.
+    pub unready_on_zero_experts: bool,
     /// Thinking under its older name as well (`reasoning_content`).
     pub reasoning_content: bool,
     pub system_policy: SystemPolicy,
@@ -84,6 +87,8 @@ pub struct HttpSettings {
     pub state_dir: Option<PathBuf>,
     /// One log line per finished request.
     pub log_requests: bool,
+    /// A warning for requests that take longer.
+    pub slow_request: Option<Duration>,
     /// Texts that are rendered or encoded at the same time.
     pub text_places: usize,
 }
@@ -100,12 +105,14 @@ impl Default for HttpSettings {
             model_patience: Duration::from_secs(10),
             limits: RequestLimits::default(),
             strict_requests: false,
+            unready_on_zero_experts: false,
             reasoning_content: true,
             system_policy: SystemPolicy::Merge,
             truncate_history: None,
             stored_responses: 10_000,
             state_dir: None,
             log_requests: true,
+            slow_request: None,
             text_places: 2,
         }
     }
@@ -123,6 +130,8 @@ pub struct Api {
     pub fleet: FleetHandle,
     pub admission: Arc<Admission>,
     pub metrics: Arc<Metrics>,
+    /// Who hears of requests besides the metrics.
+    pub observers: Observers,
     pub keys: KeyStore,
     settings: watch::Sender<Arc<HttpSettings>>,
     listen: ListenSettings,
@@ -145,13 +154,14 @@ impl Api {
         keys: KeyStore,
         settings: HttpSettings,
     ) -> Arc<Self> {
-        Self::with_listen(fleet, admission, metrics, keys, settings, ListenSettings::default())
+        Self::with_listen(fleet, admission, metrics, Observers::default(), keys, settings, ListenSettings::default())
     }
 
     fn with_listen(
         fleet: FleetHandle,
         admission: Arc<Admission>,
         metrics: Arc<Metrics>,
+        observers: Observers,
         keys: KeyStore,
         settings: HttpSettings,
         listen: ListenSettings,
@@ -162,6 +172,7 @@ impl Api {
             fleet,
             admission,
             metrics,
+            observers,
             keys,
             settings: watch::Sender::new(Arc::new(settings)),
             listen,
@@ -214,13 +225,32 @@ impl Api {
     pub fn is_leaving(&self) -> bool {
         self.leaving.load(Ordering::Acquire)
     }
+
+    /// Whether the model that serves was seen to route tokens nowhere, and that is to count (requirements F9).
+    pub fn is_distrusted(&self) -> bool {
+        self.metrics.zero_experts_seen() && self.settings().unready_on_zero_experts
+    }
 }
 
 /// The API of a daemon, from its configuration.
-pub fn build(config: &Config, fleet: &FleetHandle, metrics: &Arc<Metrics>, keys: &KeyStore) -> Arc<Api> {
+pub fn build(
+    config: &Config,
+    fleet: &FleetHandle,
+    metrics: &Arc<Metrics>,
+    observers: &Observers,
+    keys: &KeyStore,
+) -> Arc<Api> {
     let admission = Admission::new(admission_limits(config));
     let listen = ListenSettings { header_timeout: config.server.header_timeout, ..ListenSettings::default() };
-    Api::with_listen(fleet.clone(), admission, metrics.clone(), keys.clone(), http_settings(config), listen)
+    Api::with_listen(
+        fleet.clone(),
+        admission,
+        metrics.clone(),
+        observers.clone(),
+        keys.clone(),
+        http_settings(config),
+        listen,
+    )
 }
 
 fn no_state_dir() -> error::ApiError {
@@ -247,9 +277,11 @@ fn http_settings(config: &Config) -> HttpSettings {
         keep_alive: server.keep_alive,
         model_patience: config.rollout.hold,
         strict_requests: server.strict_requests,
+        unready_on_zero_experts: server.unready_on_zero_experts,
         reasoning_content: server.reasoning_content,
         state_dir: Some(config.paths.state_dir.clone()),
         log_requests: config.logging.requests,
+        slow_request: config.logging.slow_request,
         truncate_history: limits.truncate_history,
         stored_responses: limits.stored_responses,
         limits: RequestLimits {

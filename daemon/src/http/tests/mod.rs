@@ -6,6 +6,7 @@ mod front;
 mod fuzz;
 mod golden;
 mod hostile;
+mod matrix;
 mod messages;
 mod responses;
 mod streams;
