@@ -6,6 +6,7 @@ every expression is also evaluated against a real Prometheus by the test suite.
 """
 
 import json
+import re
 from pathlib import Path
 
 I = 'instance=~"$instance"'
@@ -88,7 +89,10 @@ BOARDS = {
             ],
             [
                 ("Age of the last step", "s", [(f"ernied_last_step_age_seconds{{{IE}}}", "engine {{engine}}")]),
-                ("Workers lost", "short", [(f"increase(ernied_worker_restarts_total{{{IE}}}[10m])", "engine {{engine}}")]),
+                ("Workers lost", "short", [
+                    (f"increase(ernied_worker_restarts_total{{{IE}}}[10m])", "engine {{engine}}"),
+                    (f"increase(ernied_worker_stalls_total{{{I}}}[10m])", "of these stalled"),
+                ]),
                 ("Requests resumed", "short", [(f"increase(ernied_requests_resumed_total{{{I}}}[10m])", "resumed")]),
             ],
         ],
@@ -98,7 +102,7 @@ BOARDS = {
         [
             [
                 ("Revision that serves", "short", [(f"ernied_deployment_info{{{I}}}", "{{model_name}} {{revision}}")]),
-                ("Rollout", "bool", [(f"ernied_rollout_state{{{I}}}", "{{state}}")]),
+                ("Rollout", "bool", [(f"ernied_rollout_state{{{I}}}", "{{state}}"), (f"increase(ernied_rollouts_total{{{I}}}[1h])", "{{outcome}} within an hour")]),
                 ("Cut-over", "s", [(f"histogram_quantile(0.95, sum by (le) (increase(ernied_swap_cutover_seconds_bucket{{{I}}}[1d])))", "P95 of the day")]),
             ],
             [
@@ -140,6 +144,11 @@ BOARDS = {
 }
 
 
+def of_model(expr):
+    """Series of vLLM's names carry the model."""
+    return re.sub(r"(vllm:\w+)\{", r'\1{model_name=~"$model",', expr)
+
+
 def panel(number, title, unit, targets, x, y, width):
     return {
         "id": number,
@@ -150,7 +159,7 @@ def panel(number, title, unit, targets, x, y, width):
         "fieldConfig": {"defaults": {"unit": unit, "min": 0, "custom": {"fillOpacity": 8, "showPoints": "never"}}, "overrides": []},
         "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}},
         "targets": [
-            {"refId": chr(ord("A") + i), "expr": expr, "legendFormat": legend} for i, (expr, legend) in enumerate(targets)
+            {"refId": chr(ord("A") + i), "expr": of_model(expr), "legendFormat": legend} for i, (expr, legend) in enumerate(targets)
         ],
     }
 
@@ -177,6 +186,7 @@ def board(uid, title, rows):
             {"name": "datasource", "label": "Prometheus", "type": "datasource", "query": "prometheus", "current": {}},
             variable("instance", "label_values(ernied_ready, instance)", "instance"),
             variable("engine", "label_values(ernied_worker_up, engine)", "engine"),
+            variable("model", "label_values(vllm:num_requests_running, model_name)", "model"),
         ]},
         "panels": panels,
     }

@@ -1,7 +1,7 @@
 //! What an operator sees and does: status, log lines, health, config errors.
 
 use anyhow::Result;
-use ernied_tests::{TestDaemon, binary};
+use ernied_tests::{DaemonOptions, TestDaemon, binary};
 use serde_json::Value;
 use tokio::process::Command;
 
@@ -66,5 +66,28 @@ async fn every_error_of_a_config_is_reported_at_once() -> Result<()> {
     for expected in ["port", "hots", "max_num_seqs"] {
         assert!(text.contains(expected), "no {expected:?} in:\n{text}");
     }
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_router_that_gives_no_numbers_is_said_counted_and_may_withdraw_readiness() -> Result<()> {
+    let folder = tempfile::tempdir()?;
+    let model = Some(ernied_tests::models::with_broken_router(&folder.path().join("broken"), 2)?);
+    let options = DaemonOptions { model, ..DaemonOptions::default().flags(&["--unready-on-zero-experts"]) };
+    let mut daemon = TestDaemon::start(options).await?;
+    let series = "ernied_moe_zero_active_experts_total{layer=\"2\"}";
+    let metrics = daemon.client().get("/metrics").await?.text();
+    assert!(metrics.contains(&format!("{series} 0.0")), "the series is there before anything happened");
+    assert_eq!(daemon.client().get("/health").await?.status, 200);
+    let body = serde_json::json!({"prompt": "hello", "max_tokens": 4});
+    let answer = daemon.client().post("/v1/completions", &body).await?;
+    assert!(answer.status >= 500 || answer.json()?["choices"][0]["finish_reason"] == "error", "{}", answer.text());
+    daemon.wait_for_line("MoE layer has 0 active experts").await?;
+    let metrics = daemon.client().get("/metrics").await?.text();
+    let line = metrics.lines().find(|l| l.starts_with(series)).unwrap_or_default();
+    assert!(!line.ends_with(" 0.0") && line.starts_with(series), "{line:?}");
+    let health = daemon.client().get("/health").await?;
+    assert_eq!(health.status, 503);
+    assert!(health.text().contains("active expert"), "{}", health.text());
     Ok(())
 }

@@ -106,12 +106,21 @@ impl Client {
 
 /// GET over a Unix socket (the admin socket), as `curl --unix-socket` does it.
 pub async fn unix_get(socket: &Path, path: &str) -> Result<Response> {
+    unix(socket, "GET", path, Bytes::new()).await
+}
+
+/// POST over a Unix socket.
+pub async fn unix_post(socket: &Path, path: &str, body: &Value) -> Result<Response> {
+    unix(socket, "POST", path, Bytes::from(body.to_string())).await
+}
+
+async fn unix(socket: &Path, method: &str, path: &str, body: Bytes) -> Result<Response> {
     let stream = UnixStream::connect(socket).await.with_context(|| format!("connect {}", socket.display()))?;
     let (mut sender, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await?;
     let _connection = Connection(tokio::spawn(async move {
         let _ = connection.await;
     }));
-    let request = http::Request::builder().uri(path).header("host", "ernied").body(Full::new(Bytes::new()))?;
+    let request = http::Request::builder().method(method).uri(path).header("host", "ernied").body(Full::new(body))?;
     let (parts, body) = sender.send_request(request).await?.into_parts();
     Ok(Response { status: parts.status.as_u16(), headers: parts.headers, body: body.collect().await?.to_bytes() })
 }

@@ -8,6 +8,7 @@ pub mod daemon;
 pub mod demo;
 pub mod models;
 pub mod storm;
+pub mod prometheus;
 
 pub use client::{Client, Response, SseReader};
 pub use daemon::{DaemonOptions, TestDaemon, binary, ctl};

@@ -56,3 +56,15 @@ pub fn poke(file: &Path, change: impl FnOnce(&mut Vec<u8>)) -> Result<()> {
     change(&mut bytes);
     Ok(fs::write(file, bytes)?)
 }
+
+/// A copy, not sealed, whose router in `layer` gives no numbers.
+pub fn with_broken_router(parent: &Path, layer: usize) -> Result<PathBuf> {
+    let dir = copy(parent, "broken-router")?;
+    let range = tensor(&dir, &format!("model.layers.{layer}.mlp.gate.weight"))?;
+    poke(&dir.join("model.safetensors"), |bytes| {
+        for value in bytes[range].chunks_exact_mut(4) {
+            value.copy_from_slice(&f32::NAN.to_le_bytes());
+        }
+    })?;
+    Ok(dir)
+}
