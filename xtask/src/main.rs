@@ -1,6 +1,7 @@
 //! `cargo xtask`: everything a developer or CI runs, in one place that needs cargo and nothing else.
 
 mod check;
+mod deb;
 mod install;
 mod tidy;
 mod versus;
@@ -19,6 +20,7 @@ cargo xtask COMMAND
   versus …     ernied against another server, interleaved; --help tells the options
   chaos …      swap: ten swaps under steady load; storm: 200 random sequences of swaps and kills; with figures
   install      binaries, units, man pages, completions: --root DIR --prefix /usr
+  deb          the same as a Debian package, target/deb/ernied_*.deb: --profile release --no-build
   ab REV       interleave the engine benchmark of this tree and of REV, print the ratio
 ";
 
@@ -43,6 +45,7 @@ fn main() -> Result<()> {
         "versus" => versus::run(&sh, &rest),
         "chaos" => check::chaos(&sh, &rest),
         "install" => install::run(&sh, &project_root(), &rest),
+        "deb" => deb::run(&sh, &project_root(), &rest),
         "ab" => check::ab(&sh, rest.first().map(String::as_str)),
         _ => {
             eprint!("{USAGE}");
