@@ -86,7 +86,7 @@ async fn every_alert_fires_when_its_condition_is_caused() -> Result<()> {
         DaemonOptions { model: Some(broken.clone()), ..DaemonOptions::default().flags(&["--stall-timeout", "300s"]) };
     let sick = TestDaemon::start(sick).await?;
     let targets = [strong.address.clone(), sick.address.clone()];
-    let prometheus = Prometheus::start(&tools, &targets, &shortened()?).await?;
+    let prometheus = Prometheus::start(&tools, &targets, &shortened()?, Some(KEY)).await?;
     let mut scene = Scene { prometheus, seen: BTreeMap::new(), began: Instant::now() };
     for instance in &targets {
         while scene.prometheus.query(&format!("ernied_ready{{instance=\"{instance}\"}} == 1")).await?.is_empty() {

@@ -124,7 +124,7 @@ async fn every_panel_of_our_boards_and_of_vllms_shows_finite_figures() -> Result
     ]);
     let daemon = TestDaemon::start(options).await?;
     let rules: Vec<String> = vec![rules("ernied-recording.yml")?.replace("interval: 15s", "interval: 1s")];
-    let prometheus = Prometheus::start(&tools, &[daemon.address.clone()], &rules).await?;
+    let prometheus = Prometheus::start(&tools, &[daemon.address.clone()], &rules, None).await?;
     let _load = Load::start(&daemon.client(), 48);
     for counter in ["vllm:num_preemptions_total", "ernied_swapped_blocks_total", "vllm:admission_rejections_total"] {
         wait_for_counter(&daemon, counter).await?;
@@ -132,7 +132,7 @@ async fn every_panel_of_our_boards_and_of_vllms_shows_finite_figures() -> Result
     let next = models::copy_of_demo(&daemon.state.path().join("next"))?;
     let (code, out, errors) =
         daemon.ctl(&["swap", &next.display().to_string(), "--observe", "1", "--strategy", "side-by-side"]).await?;
-    ensure!(code == 0, "the swap failed: {out}{errors}");
+    ensure!(code == 0 && out.contains("took over"), "the swap failed: {out}{errors}");
 
     let all: Vec<Expression> = [ours()?, vllms()?, recorded()?].into_iter().flatten().collect();
     let deadline = tokio::time::Instant::now() + PATIENCE;

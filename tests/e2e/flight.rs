@@ -152,7 +152,7 @@ async fn a_stopped_worker_under_load_is_seen_by_everything_that_looks() -> Resul
     let daemon = TestDaemon::start(options).await?;
     // Without Prometheus the rest is seen all the same; the tests of `boards` say that they were skipped.
     let prometheus = match Tools::find().await {
-        Ok(tools) => Some(Prometheus::start(&tools, &[daemon.address.clone()], &shortened()?).await?),
+        Ok(tools) => Some(Prometheus::start(&tools, &[daemon.address.clone()], &shortened()?, None).await?),
         Err(_) => None,
     };
     let _load = loaded(&daemon).await?;

@@ -89,8 +89,8 @@ pub struct Sample {
 }
 
 impl Prometheus {
-    /// Scrapes `targets` twice a second as job `ernied`; `rules` are the texts of rule files.
-    pub async fn start(tools: &Tools, targets: &[String], rules: &[String]) -> Result<Self> {
+    /// Scrapes `targets` twice a second as job `ernied`; `rules` are the texts of rule files, `key` an API key.
+    pub async fn start(tools: &Tools, targets: &[String], rules: &[String], key: Option<&str>) -> Result<Self> {
         let folder = tempfile::Builder::new().prefix("ernied-prometheus").tempdir()?;
         let mut files = Vec::new();
         for (n, text) in rules.iter().enumerate() {
@@ -98,8 +98,11 @@ impl Prometheus {
             std::fs::write(&path, text)?;
             files.push(path.display().to_string());
         }
+        let key = key.map_or_else(String::new, |key| format!("    authorization: {{ credentials: {key} }}\n"));
         let config = format!(
-            "global: {{ scrape_interval: 500ms, evaluation_interval: 500ms }}\nrule_files: {files:?}\nscrape_configs:\n  - job_name: ernied\n    static_configs:\n      - targets: {targets:?}\n"
+            "global: {{ scrape_interval: 500ms, evaluation_interval: 500ms }}\n\
+             rule_files: {files:?}\n\
+             scrape_configs:\n  - job_name: ernied\n{key}    static_configs:\n      - targets: {targets:?}\n"
         );
         let path = folder.path().join("prometheus.yml");
         std::fs::write(&path, config)?;
