@@ -33,6 +33,8 @@ use std::time::Instant;
 
 /// Threads of the main runtime: HTTP, supervision, control. Compute has its own, in the workers.
 const RUNTIME_THREADS_MAX: usize = 4;
+/// Requests that a rollout makes itself, beside those of clients.
+const SMOKE_PROMPTS_MAX: usize = 16;
 /// Text work that may run at the same time (tokenizing, templates).
 const BLOCKING_THREADS_MAX: usize = 16;
 
@@ -307,7 +309,8 @@ fn supervisor_settings(config: &Config) -> SupervisorSettings {
     let (w, r) = (&config.workers, &config.rollout);
     let under_way = config.limits.max_queued_requests as usize + (config.engine.max_num_seqs * w.count) as usize;
     SupervisorSettings {
-        requests_max: under_way,
+        // Admission bounds what clients have under way; a candidate's smoke prompts must find room beside them.
+        requests_max: under_way + SMOKE_PROMPTS_MAX,
         liveness: LivenessSettings {
             ping_interval: w.ping_interval,
             load_timeout: w.load_timeout,
