@@ -7,10 +7,11 @@ bin=$1 port=$2
 export ERNIED_ADMIN_SOCKET=/run/ernied/admin.sock NO_COLOR=1 COLUMNS=130 SYSTEMD_COLORS=0 TERM=dumb
 quiet() { "$@" >/dev/null 2>&1; }
 say() { printf '\n%s\n' "$*"; }
+cleaned() { sed -e 's/\x1b\[[0-9;]*m//g' -e 's/ek-[A-Za-z0-9_-]\{20,\}/ek-…(cut out)…/' -e "s/:$port\b/:8000/g" -e "s/\b$port\b/8000/g"; }
 # Shows a command and what it prints; long output is cut in the middle.
 run() {
-  printf '\n```\n$ %s\n' "$1"
-  eval "$1" 2>&1 | sed -e 's/\x1b\[[0-9;]*m//g' -e 's/ek-[A-Za-z0-9_-]\{20,\}/ek-…(shown once)…/' -e "s/:$port\b/:8000/g" | cut -c1-170 | awk -v max="${2:-24}" '
+  printf '\n```\n$ %s\n' "$1" | cleaned
+  eval "$1" 2>&1 | cleaned | cut -c1-170 | awk -v max="${2:-24}" '
     { line[NR] = $0 } END { if (NR <= max) { for (i = 1; i <= NR; i++) print line[i] } else {
       for (i = 1; i <= max / 2; i++) print line[i]; print "…"; for (i = NR - max / 2 + 1; i <= NR; i++) print line[i] } }'
   echo '```'
@@ -75,15 +76,17 @@ mkdir -p /srv/models && cp -r "$model" /srv/models/demo-v2 && chown -R root:erni
 run 'ernie-ctl swap /srv/models/demo-v2 --observe 5' 16
 run 'ernie-ctl status | head -12'
 run 'ernie-ctl rollback --reason "the answers read worse"'
-for _ in $(seq 100); do ernie-ctl status --check >/dev/null && break; sleep 0.2; done
+for _ in $(seq 100); do ernie-ctl status | grep -q '^folder *\/var' && break; sleep 0.2; done
 run 'ernie-ctl status | head -12'
 say 'A model that was tampered with is not taken; the one that serves goes on:'
 cp -r /srv/models/demo-v2 /srv/models/bad && printf 'x' | dd of=/srv/models/bad/model.safetensors bs=1 seek=4096 conv=notrunc status=none
+chown -R root:ernied /srv/models/bad && chmod -R g+rX /srv/models/bad
 run 'ernie-ctl swap /srv/models/bad --observe 5; echo "exit status $?"' 12
 
 echo; echo '## Evening: a worker dies, and what was it?'
 main=$(systemctl show -p MainPID --value ernied)
-worker=$(pgrep -P "$main" | head -1)
+sleep 11 # the losing candidates have left, and what they wrote is not the newest any more
+worker=$(pgrep -P "$main" | tail -1)
 run "kill -9 $worker; sleep 2; ernie-ctl workers"
 run 'ernie-ctl debug explain $(ls -t /var/lib/ernied/flight/*.json | head -1)' 40
 

@@ -117,7 +117,7 @@ async fn every_alert_fires_when_its_condition_is_caused() -> Result<()> {
     scene.fire(&["ErniedLogLinesDropped"], "the log file is on a full disk").await?;
 
     let pulse = pulse(&strong)?;
-    scene.fire(&["ErniedInterTokenLatency"], "the worker got 30 ms of every 230 ms").await?;
+    scene.fire(&["ErniedInterTokenLatency"], "the worker got 3 ms of every 203 ms").await?;
     drop(pulse);
     strike(&strong, Signal::STOP)?;
     scene.fire(&["ErniedWorkerStalled"], "the worker was stopped with SIGSTOP").await?;
@@ -221,7 +221,7 @@ fn pulse(daemon: &TestDaemon) -> Result<Pulse> {
     let mut tasks = JoinSet::new();
     tasks.spawn(async move {
         loop {
-            for (signal, time) in [(Signal::STOP, 200), (Signal::CONT, 30)] {
+            for (signal, time) in [(Signal::STOP, 200), (Signal::CONT, 3)] {
                 let _ = ernied_tests::daemon::send_signal(pid, signal);
                 sleep(Duration::from_millis(time)).await;
             }

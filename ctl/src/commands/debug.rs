@@ -165,7 +165,9 @@ fn findings(flight: &Flight, worker: Option<u64>) -> Vec<String> {
         let silent = lost.at_ms.saturating_sub(last.at_ms);
         let before = &of[..of.len() - 1];
         let mean = before.iter().map(|s| s.step_us).sum::<u64>() / (before.len() as u64).max(1);
-        let what = if silent > 20 * (mean / 1000).max(50) {
+        let what = if last.running + last.waiting == 0 {
+            "it was idle, with nothing to do"
+        } else if silent > 20 * (mean / 1000).max(50) {
             "it stood still rather than being slow"
         } else {
             "it was at work until the end"
@@ -282,6 +284,7 @@ mod tests {
             worker: 3,
             step_us: 5000,
             tokens: 4,
+            running: 4,
             ..FlightStep::default()
         };
         Flight {
