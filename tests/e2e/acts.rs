@@ -68,7 +68,7 @@ async fn acts_survive_kills_of_the_daemon_with_an_unbroken_chain() -> Result<()>
             done
         });
         sleep(moment).await;
-        daemon = daemon.killed_and_again().await?;
+        daemon.respawn().await?;
         kills += 1;
         done += acting.await?;
         answers(&daemon.socket).await?;

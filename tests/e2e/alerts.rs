@@ -62,7 +62,7 @@ async fn every_alert_fires_when_its_condition_is_caused() -> Result<()> {
         }
     };
     let folder = tempfile::tempdir()?;
-    let broken = models::with_broken_router(&folder.path().join("broken"), 1)?;
+    let broken = models::with_broken_router(folder.path(), 1)?;
     let full = folder.path().join("ernied.log");
     std::os::unix::fs::symlink("/dev/full", &full)?;
     let strong = DaemonOptions::default().flags(&[

@@ -129,7 +129,7 @@ async fn every_panel_of_our_boards_and_of_vllms_shows_finite_figures() -> Result
     for counter in ["vllm:num_preemptions_total", "ernied_swapped_blocks_total", "vllm:admission_rejections_total"] {
         wait_for_counter(&daemon, counter).await?;
     }
-    let next = models::copy_of_demo(&daemon.state.path().join("next"))?;
+    let next = models::revision(daemon.state.path(), "next").await?;
     swapped(&daemon, &next).await?;
 
     let all: Vec<Expression> = [ours()?, vllms()?, recorded()?].into_iter().flatten().collect();
@@ -167,7 +167,7 @@ async fn swapped(daemon: &TestDaemon, next: &Path) -> Result<()> {
     for _ in 0..5 {
         let next = next.display().to_string();
         let (code, out, errors) = daemon.ctl(&["swap", &next, "--observe", "1", "--strategy", "side-by-side"]).await?;
-        if code == 0 && out.contains("took over") {
+        if code == 0 && out.contains("serves revision") {
             return Ok(());
         }
         said = format!("{out}{errors}");

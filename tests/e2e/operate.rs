@@ -72,7 +72,7 @@ async fn every_error_of_a_config_is_reported_at_once() -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn a_router_that_gives_no_numbers_is_said_counted_and_may_withdraw_readiness() -> Result<()> {
     let folder = tempfile::tempdir()?;
-    let model = Some(ernied_tests::models::with_broken_router(&folder.path().join("broken"), 2)?);
+    let model = Some(ernied_tests::models::with_broken_router(folder.path(), 2)?);
     let options = DaemonOptions { model, ..DaemonOptions::default().flags(&["--unready-on-zero-experts"]) };
     let mut daemon = TestDaemon::start(options).await?;
     let series = "ernied_moe_zero_active_experts_total{layer=\"2\"}";

@@ -7,8 +7,8 @@ pub mod client;
 pub mod daemon;
 pub mod demo;
 pub mod models;
-pub mod storm;
 pub mod prometheus;
+pub mod storm;
 
 pub use client::{Client, Response, SseReader};
 pub use daemon::{DaemonOptions, TestDaemon, binary, ctl};
