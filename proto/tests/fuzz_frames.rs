@@ -67,6 +67,7 @@ fn to_worker() -> Vec<ToWorker> {
         },
         priority: -1,
         cache_salt: u64::MAX,
+        owner: 7,
     };
     let mut load = Load::new("models/x");
     load.vocabulary = Arc::new((0..500u32).map(|n| n.to_le_bytes().to_vec()).collect());

@@ -90,7 +90,7 @@ pub async fn resume(api: Arc<Api>) {
             owner: owner.id.clone(),
             api: api.clone(),
         };
-        let request_id = RequestId { id: Arc::from(id), arrival: Instant::now() };
+        let request_id = RequestId { id: Arc::from(id), arrival: Instant::now(), parent: None };
         let caller = Caller { principal: owner, request_id, deadline: None };
         match again(&api, &caller, &shape.asked).await {
             Ok(chat) => drop(tokio::spawn(work(api.clone(), chat, shape, token))),
