@@ -280,7 +280,9 @@ impl KvBlocks {
                 // Bringing others must not push it out again.
                 self.swap.pin(slot);
                 entry.serial
-            } else if let Some(entry) = self.swap.find_on_disk(&key).filter(|_| self.swap.promote(&key)) {
+            } else if let Some((entry, slot)) = self.swap.find_on_disk(&key).zip(self.swap.promote(&key)) {
+                // The slot is filled now, not with the step: what was to be copied there before has lost its place.
+                self.moves.out.retain(|&(_, to)| to != slot);
                 entry.serial
             } else {
                 return index;

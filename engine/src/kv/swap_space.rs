@@ -123,16 +123,16 @@ impl SwapSpace {
         self.find(key).map(|(_, entry)| entry).or_else(|| self.disk.as_ref()?.find(key))
     }
 
-    /// Reads a content from the disk into a slot in memory, which stays until the step is over. False: it could not be read, or
-    /// there is no slot; then it is to be computed.
-    pub fn promote(&mut self, key: &BlockKey<'_>) -> bool {
-        let Some(entry) = self.find_on_disk(key) else { return false };
-        let Some(slot) = self.free.pop().or_else(|| self.drop_oldest()) else { return false };
+    /// Reads a content from the disk into a slot in memory, which stays until the step is over. Answers the slot: no copy into
+    /// it that was planned before may be made any more. `None`: it could not be read, or there is no slot; then it is computed.
+    pub fn promote(&mut self, key: &BlockKey<'_>) -> Option<u32> {
+        let entry = self.find_on_disk(key)?;
+        let slot = self.free.pop().or_else(|| self.drop_oldest())?;
         let start = slot as usize * self.block_bytes;
         let memory = &mut self.memory[start..start + self.block_bytes];
         if !self.disk.as_mut().is_some_and(|disk| disk.load(key, memory)) {
             self.free.push(slot);
-            return false;
+            return None;
         }
         if let Some(displaced) = self.cache.insert(slot, Entry { preempted: false, ..entry }, key.tokens)
             && self.unlist(displaced)
@@ -140,7 +140,7 @@ impl SwapSpace {
             self.free.push(displaced);
         }
         self.pinned.push(slot);
-        true
+        Some(slot)
     }
 
     /// A slot has been filled: what memory may forget later is on the disk then.
