@@ -85,9 +85,9 @@ async fn schemathesis_finds_no_5xx_and_no_breach_of_our_document() -> Result<()>
     let daemon = TestDaemon::start(DaemonOptions::default().flags(&["--max-model-len", "256"])).await?;
     let workers = daemon.worker_pids();
     let examples = std::env::var("ERNIED_TEST_EXAMPLES").unwrap_or_else(|_| "8".to_owned());
+    // Not that everything the document does not allow is refused: bodies are read as leniently as pydantic reads them.
     let checks = "not_a_server_error,status_code_conformance,content_type_conformance,response_headers_conformance,\
-                  response_schema_conformance,negative_data_rejection,missing_required_header,unsupported_method,\
-                  allow_header_conformance";
+                  response_schema_conformance,missing_required_header,unsupported_method,allow_header_conformance";
     let mut schemathesis = Command::new(venv.join("bin/st"));
     schemathesis
         .current_dir(daemon.state.path())
