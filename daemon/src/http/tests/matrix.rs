@@ -146,7 +146,8 @@ async fn whatever_the_path_the_method_and_the_key_the_door_is_closed_unless_it_i
                 assert_eq!(house.workers.submits().len(), before, "{case}: work was begun without a body");
                 let status = reply.status.as_u16();
                 if *method == Method::OPTIONS {
-                    assert!(status == 204 && reply.body.is_empty(), "{case}");
+                    // Answered before any handler: a preflight, or that there is nothing of that name or method.
+                    assert!(matches!(status, 204 | 404 | 405), "{case}");
                 } else if is_open_path(method, uri.path()) {
                     assert_ne!(status, 401, "{case}");
                 } else {
