@@ -228,7 +228,7 @@ pub(crate) fn shortened() -> Result<Vec<String>> {
             let indent = &line[..line.len() - line.trim_start().len()];
             match line.trim() {
                 t if t.starts_with("for: ") => {
-                    let _ = writeln!(out, "{indent}for: 1s");
+                    let _ = writeln!(out, "{indent}for: 0s");
                 }
                 t if t.starts_with("interval: ") => {
                     let _ = writeln!(out, "{indent}interval: 1s");
