@@ -261,6 +261,11 @@ impl<R: ModelRunner> Engine<R> {
         self.kv.attach(disk);
     }
 
+    /// Changes [`EngineConfig::max_prefill_chunk`] from the next step on. No token depends on it.
+    pub fn set_max_prefill_chunk(&mut self, tokens: u32) {
+        self.budget.prefill_chunk = tokens.max(1) as usize;
+    }
+
     /// Changes what goes to the swap space from now on. No token depends on it.
     pub fn set_swap(&mut self, control: SwapControl) {
         self.config.swap.control = control;

@@ -45,7 +45,7 @@ fn converse(socket: UnixStream) -> Result<(), String> {
         ToWorker::Load(load) => load,
         other => return Err(format!("expected Load, got {other:?}")),
     };
-    let (engine, beat) = match serve::load(*load, &outbox) {
+    let (engine, pace, beat) = match serve::load(*load, &outbox) {
         Ok(loaded) => loaded,
         Err(message) => {
             outbox.send(&FromWorker::Fatal(Fatal { phase: "load".to_string(), message: message.clone() }))?;
@@ -53,5 +53,5 @@ fn converse(socket: UnixStream) -> Result<(), String> {
         }
     };
     io::beat(&outbox, beat);
-    serve::serve(engine, &inbox, &outbox)
+    serve::serve(engine, pace, &inbox, &outbox)
 }

@@ -15,22 +15,66 @@ const AGAIN_BELOW: Duration = Duration::from_millis(250);
 /// Chunks are whole numbers of KV blocks, so that none of them ends inside one.
 const GRANULE: u32 = 16;
 
-/// Prompt tokens that take about [`TARGET`], at least one granule, at most what a step holds.
-pub(super) fn prefill_chunk(runner: &mut impl ModelRunner) -> Result<u32, RunnerError> {
-    let limits = runner.limits();
-    let tokens = PROBE_TOKENS.min(limits.max_num_batched_tokens).min(limits.max_model_len);
-    let tokens = tokens.min(limits.num_blocks * limits.block_size);
-    let batch = probe(tokens, limits.block_size);
-    let mut took = time(runner, &batch)?;
-    if took < AGAIN_BELOW {
-        took = took.min(time(runner, &batch)?);
-    }
-    Ok(chunk(tokens, took).clamp(GRANULE.min(tokens), limits.max_num_batched_tokens))
+/// Share that a new observation has in the rate: steps differ in context length, and one may have been disturbed.
+const WEIGHT: f64 = 1.0 / 16.0;
+
+/// Prompt tokens for steps that carry answers as well, about [`TARGET`] of work.
+#[derive(Debug)]
+pub(super) struct Pace {
+    /// `None`: the operator chose.
+    tokens_per_second: Option<f64>,
+    chunk: u32,
+    largest: u32,
 }
 
-fn chunk(tokens: u32, took: Duration) -> u32 {
-    let fitting = f64::from(tokens) * TARGET.as_secs_f64() / took.as_secs_f64().max(1e-6);
-    (fitting as u32) / GRANULE * GRANULE
+impl Pace {
+    pub(super) fn fixed(chunk: u32) -> Self {
+        Self { tokens_per_second: None, chunk, largest: chunk }
+    }
+
+    /// Times a step on blocks that nobody owns yet. A worker may load beside another that serves, so this is where the
+    /// rate begins, not where it stays.
+    pub(super) fn measure(runner: &mut impl ModelRunner) -> Result<Self, RunnerError> {
+        let limits = runner.limits();
+        let tokens = PROBE_TOKENS.min(limits.max_num_batched_tokens).min(limits.max_model_len);
+        let tokens = tokens.min(limits.num_blocks * limits.block_size);
+        let batch = probe(tokens, limits.block_size);
+        let mut took = time(runner, &batch)?;
+        if took < AGAIN_BELOW {
+            took = took.min(time(runner, &batch)?);
+        }
+        Ok(Self::begin(rate(tokens, took), limits.max_num_batched_tokens))
+    }
+
+    fn begin(tokens_per_second: f64, largest: u32) -> Self {
+        let mut pace = Self { tokens_per_second: Some(tokens_per_second), chunk: 0, largest };
+        pace.settle(tokens_per_second);
+        pace
+    }
+
+    pub(super) fn chunk(&self) -> u32 {
+        self.chunk
+    }
+
+    /// A step of `tokens`, `prefill_tokens` of them prompt, took this long. The chunk, if that changes it.
+    pub(super) fn observe(&mut self, tokens: u32, prefill_tokens: u32, took: Duration) -> Option<u32> {
+        // A step of answers alone reads the same weights for few tokens and says nothing of prompts.
+        let before = self.tokens_per_second.filter(|_| prefill_tokens >= GRANULE)?;
+        let now = before + WEIGHT * (rate(tokens, took) - before);
+        self.tokens_per_second = Some(now);
+        let chunk = self.chunk;
+        self.settle(now);
+        (self.chunk != chunk).then_some(self.chunk)
+    }
+
+    fn settle(&mut self, tokens_per_second: f64) {
+        let fitting = (tokens_per_second * TARGET.as_secs_f64()) as u32 / GRANULE * GRANULE;
+        self.chunk = fitting.min(self.largest).max(GRANULE);
+    }
+}
+
+fn rate(tokens: u32, took: Duration) -> f64 {
+    f64::from(tokens) / took.as_secs_f64().max(1e-6)
 }
 
 /// One prompt in the first blocks, which nobody owns yet.
@@ -65,10 +109,22 @@ mod tests {
 
     #[test]
     fn a_fast_machine_takes_long_chunks_and_a_slow_one_short_ones() {
-        assert_eq!(chunk(64, Duration::from_millis(20)), 160);
-        assert_eq!(chunk(64, Duration::from_millis(300)), 0, "the caller raises it to one granule");
-        assert_eq!(chunk(64, Duration::ZERO), 3_200_000);
-        assert_eq!(chunk(64, Duration::from_millis(23)) % GRANULE, 0);
+        assert_eq!(Pace::begin(2600.0, 2048).chunk(), 128);
+        assert_eq!(Pace::begin(200.0, 2048).chunk(), GRANULE, "never less than a block");
+        assert_eq!(Pace::begin(1e9, 2048).chunk(), 2048, "never more than a step");
+    }
+
+    #[test]
+    fn a_rate_measured_beside_other_work_recovers() {
+        let mut pace = Pace::begin(650.0, 2048);
+        assert_eq!(pace.chunk(), 32);
+        assert_eq!(pace.observe(16, 0, Duration::from_millis(12)), None, "answers alone say nothing");
+        for _ in 0..80 {
+            pace.observe(144, 128, Duration::from_millis(55));
+        }
+        assert_eq!(pace.chunk(), 128);
+        let mut chosen = Pace::fixed(48);
+        assert_eq!((chosen.observe(144, 128, Duration::from_millis(55)), chosen.chunk()), (None, 48));
     }
 
     #[test]

@@ -4,8 +4,9 @@
 //! sleeps on its inbox.
 
 use super::io::{Inbox, Outbox};
+use super::pace::Pace;
 use super::swap::{self, Costs};
-use super::{pace, wire};
+use super::wire;
 use ernie_engine::model::{Manifest, Observer, Op};
 use ernie_engine::params::RequestId as EngineRequestId;
 use ernie_engine::runner::cpu::{CpuRunner, LoadPhase as EnginePhase, LoadProgress as EngineProgress};
@@ -30,7 +31,7 @@ const EXPERTS_INTERVAL: Duration = Duration::from_secs(1);
 const STEP_RETRY_WAIT: Duration = Duration::from_millis(20);
 
 /// Loads the model, telling how far it is, then tells what was loaded.
-pub(super) fn load(load: Load, outbox: &Outbox) -> Result<(Engine<Beating<CpuRunner>>, Arc<AtomicU64>), String> {
+pub(super) fn load(load: Load, outbox: &Outbox) -> Result<(Engine<Beating<CpuRunner>>, Pace, Arc<AtomicU64>), String> {
     let mut phases = Phases::default();
     let mut told = Instant::now();
     let mut last = None;
@@ -45,9 +46,9 @@ pub(super) fn load(load: Load, outbox: &Outbox) -> Result<(Engine<Beating<CpuRun
     };
     let mut runner = CpuRunner::load(&options(&load), &mut progress).map_err(|error| with_causes(&error))?;
     last.unwrap_or(Ok(()))?;
-    let max_prefill_chunk = match load.max_prefill_chunk {
-        Some(chunk) => chunk,
-        None => pace::prefill_chunk(&mut runner).map_err(|error| with_causes(&error))?,
+    let pace = match load.max_prefill_chunk {
+        Some(chunk) => Pace::fixed(chunk),
+        None => Pace::measure(&mut runner).map_err(|error| with_causes(&error))?,
     };
     runner.reset_expert_tokens();
     outbox.send(&FromWorker::Loaded(Box::new(loaded(&runner, phases.end()))))?;
@@ -61,7 +62,7 @@ pub(super) fn load(load: Load, outbox: &Outbox) -> Result<(Engine<Beating<CpuRun
     let config = EngineConfig {
         max_num_seqs: load.max_num_seqs,
         max_num_batched_tokens: load.max_num_batched_tokens,
-        max_prefill_chunk,
+        max_prefill_chunk: pace.chunk(),
         enable_prefix_caching: load.enable_prefix_caching,
         seed: load.seed,
         fair_share: load.fair_share,
@@ -76,11 +77,16 @@ pub(super) fn load(load: Load, outbox: &Outbox) -> Result<(Engine<Beating<CpuRun
     if let Some(disk) = disk {
         engine.attach_disk(disk);
     }
-    Ok((engine, progress))
+    Ok((engine, pace, progress))
 }
 
 /// Runs until the supervisor goes away.
-pub(super) fn serve(mut engine: Engine<Beating<CpuRunner>>, inbox: &Inbox, outbox: &Outbox) -> Result<(), String> {
+pub(super) fn serve(
+    mut engine: Engine<Beating<CpuRunner>>,
+    mut pace: Pace,
+    inbox: &Inbox,
+    outbox: &Outbox,
+) -> Result<(), String> {
     let mut outputs = StepOutputs::default();
     let mut experts_told = Instant::now();
     let mut failures = 0u32;
@@ -113,7 +119,11 @@ pub(super) fn serve(mut engine: Engine<Beating<CpuRunner>>, inbox: &Inbox, outbo
         if experts {
             experts_told = Instant::now();
         }
-        report(&engine, &mut outputs, began.elapsed(), experts, outbox)?;
+        let took = began.elapsed();
+        if let Some(chunk) = pace.observe(outputs.tokens, outputs.prefill_tokens, took) {
+            engine.set_max_prefill_chunk(chunk);
+        }
+        report(&engine, &mut outputs, took, experts, outbox)?;
     }
 }
 
