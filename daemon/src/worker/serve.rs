@@ -30,8 +30,11 @@ const EXPERTS_INTERVAL: Duration = Duration::from_secs(1);
 /// Before a step that failed is tried again; grows with each failure in a row.
 const STEP_RETRY_WAIT: Duration = Duration::from_millis(20);
 
+/// An engine with its model, the pace that was measured, and the counter that its steps move.
+pub(super) type Loading = (Engine<Beating<CpuRunner>>, Pace, Arc<AtomicU64>);
+
 /// Loads the model, telling how far it is, then tells what was loaded.
-pub(super) fn load(load: Load, outbox: &Outbox) -> Result<(Engine<Beating<CpuRunner>>, Pace, Arc<AtomicU64>), String> {
+pub(super) fn load(load: Load, outbox: &Outbox) -> Result<Loading, String> {
     let mut phases = Phases::default();
     let mut told = Instant::now();
     let mut last = None;
