@@ -5,16 +5,37 @@
 //! white space (the engine knows no text). The first token of each window is context only. Prints perplexity and its ratio
 //! to the first kind of the list.
 
-use ernie_engine::model::WeightPlan;
+use ernie_engine::model::{Calibration, WeightPlan};
 use ernie_engine::runner::cpu::CpuRunner;
 use ernie_engine::runner::options::LoadOptions;
 use ernie_engine::runner::{BatchSequence, ModelRunner, Row, SampleRow, StepBatch, Want};
+use ernie_engine::self_text;
 use ernie_kernels::sample::log_sum_exp;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// `self:TOKENS`: what the model writes by itself; else a file of token ids, a sequence a line.
+fn sample(model: &Path, source: &str) -> Result<Calibration, String> {
+    let Some(tokens) = source.strip_prefix("self:") else {
+        return Ok(Calibration::new(read_lines(Path::new(source))?));
+    };
+    let tokens = tokens.parse::<usize>().map_err(|e| format!("{source}: {e}"))?;
+    let options = LoadOptions { max_model_len: Some(512), memory_bytes: 20 << 30, ..LoadOptions::new(model) };
+    let runner = CpuRunner::load(&options, &mut |_| {}).map_err(|e| e.to_string())?;
+    let start = std::time::Instant::now();
+    let sample = self_text::sample(runner, tokens, 1, &mut |_| {}).map_err(|e| e.to_string())?;
+    println!("{} tokens written by the model itself in {:.1} s", sample.tokens(), start.elapsed().as_secs_f64());
+    Ok(sample)
+}
 
 fn read_ids(file: &Path) -> Result<Vec<u32>, String> {
+    Ok(read_lines(file)?.concat())
+}
+
+fn read_lines(file: &Path) -> Result<Vec<Vec<u32>>, String> {
     let content = std::fs::read_to_string(file).map_err(|e| format!("{}: {e}", file.display()))?;
-    content.split_whitespace().map(|w| w.parse().map_err(|e| format!("{w}: {e}"))).collect()
+    let id = |word: &str| word.parse::<u32>().map_err(|e| format!("{word}: {e}"));
+    content.lines().map(|line| line.split_whitespace().map(id).collect()).collect()
 }
 
 fn main() -> Result<(), String> {
@@ -22,12 +43,14 @@ fn main() -> Result<(), String> {
     let model = PathBuf::from(given.next().ok_or("which model folder?")?);
     let text = PathBuf::from(given.next().ok_or("which file of token ids?")?);
     let (mut kinds, mut context, mut most, mut threads) = ("bf16,int8,int4g128".to_owned(), 512, usize::MAX, 0);
+    let mut calibration = None;
     while let (Some(flag), Some(value)) = (given.next(), given.next()) {
         let number = || value.parse::<usize>().map_err(|e| format!("{flag} {value}: {e}"));
         match flag.as_str() {
             "--kinds" => kinds = value,
             "--context" => context = number()?,
             "--tokens" => most = number()?,
+            "--calibrate" => calibration = Some(Arc::new(sample(&model, &value)?)),
             "--threads" => threads = number()?,
             _ => return Err(format!("{flag} is not known")),
         }
@@ -45,14 +68,17 @@ fn main() -> Result<(), String> {
             max_num_seqs: 32,
             memory_bytes: 20 << 30,
             threads,
+            calibration: calibration.clone().filter(|_| plan.linear.is_quantized()),
             ..LoadOptions::new(&model)
         };
+        let start = std::time::Instant::now();
         let mut runner = CpuRunner::load(&options, &mut |_| {}).map_err(|e| e.to_string())?;
+        let loaded = start.elapsed().as_secs_f64();
         let weights = runner.report().weights_bytes >> 20;
         let perplexity = perplexity(&mut runner, &ids, context)?;
         let base = *first.get_or_insert(perplexity);
         println!(
-            "{kind:>10}  {weights:>6} MiB  perplexity {perplexity:.4}  {:+.3} %",
+            "{kind:>16}  {weights:>6} MiB  loaded in {loaded:>5.1} s  perplexity {perplexity:.4}  {:+.3} %",
             100.0 * (perplexity / base - 1.0)
         );
     }

@@ -12,6 +12,7 @@ pub mod params;
 pub mod runner;
 pub mod sampling;
 pub mod scheduler;
+pub mod self_text;
 pub mod sequence;
 
 pub use config::{EngineConfig, SwapConfig, SwapControl, SwapPolicy};

@@ -17,7 +17,8 @@ use std::path::Path;
 const LEN: usize = 150;
 
 fn plans() -> Vec<(&'static str, WeightPlan)> {
-    let names = ["f32", "bf16", "int8", "int8-ag", "int8g128-dg", "int4g128", "int4g32zp-ag-h16"];
+    let names =
+        ["f32", "bf16", "int8", "int8-ag", "int8g128-dg", "int4g128", "int4g32zp-ag-h16", "int8-dg-r", "int4g128-dg-r"];
     let mut plans: Vec<_> = names.iter().map(|&name| (name, WeightPlan::parse(name).unwrap())).collect();
     let int4 = WeightKind::Int4 { group: 64, zero_point: false };
     plans.push(("int4 experts", WeightPlan { experts: int4.into(), ..WeightPlan::uniform(WeightKind::Bf16) }));

@@ -179,6 +179,14 @@ impl Acts {
         });
     }
 
+    /// The rows of a conversion to `ActKind::F32`, one behind the other.
+    pub fn values(&self) -> Vec<f32> {
+        assert_eq!(self.form, Form::F32, "only f32 activations are kept as they were");
+        let stride = row_stride(self.form, self.k);
+        let row = |row: usize| &self.data[row * stride..row * stride + 4 * self.k];
+        (0..self.rows).flat_map(|r| bytemuck::cast_slice::<u8, f32>(row(r)).iter().copied()).collect()
+    }
+
     pub(crate) fn table(&self) -> &'static KernelTable {
         self.table
     }

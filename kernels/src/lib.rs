@@ -11,6 +11,7 @@
 pub mod act;
 pub mod attention;
 pub mod bench;
+pub mod compensate;
 pub mod gemm;
 pub mod isa;
 pub mod kv;
@@ -37,10 +38,11 @@ mod x86_64;
 
 pub use act::{ActKind, Acts};
 pub use attention::{AttentionScratch, RopeTable, Span, attention, rope_append};
+pub use compensate::Compensation;
 pub use gemm::{Out, gemm};
 pub use isa::Isa;
 pub use kv::{KvCache, KvKind};
-pub use matrix::{Arrange, Matrix, PackError, RowSource, WeightKind};
+pub use matrix::{Arrange, ComputedRows, Matrix, PackError, RowSource, WeightKind};
 pub use memory::AlignedBuf;
 pub use moe::{MoeScratch, Routing, moe};
 pub use threads::Pool;

@@ -14,6 +14,7 @@
 use half::f16;
 
 use crate::act::ActKind;
+use crate::compensate::Compensation;
 use crate::memory::Store;
 use crate::pack;
 use crate::reference::matmul::widen;
@@ -106,6 +107,23 @@ pub enum RowSource<'a> {
     F16(&'a [u8]),
     /// 32-bit floats.
     F32(&'a [u8]),
+    /// Rows that are computed when they are packed, by any thread and in any order.
+    Rows(ComputedRows<'a>),
+}
+
+/// Rows that exist only while they are packed: `read` fills one with its K values.
+#[derive(Clone, Copy)]
+pub struct ComputedRows<'a> {
+    /// How many rows there are.
+    pub n: usize,
+    /// Fills a row, given its number.
+    pub read: &'a (dyn Fn(usize, &mut [f32]) + Sync),
+}
+
+impl std::fmt::Debug for ComputedRows<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("ComputedRows").field("n", &self.n).finish_non_exhaustive()
+    }
 }
 
 /// How the rows of several sources become one matrix.
@@ -211,7 +229,20 @@ impl Matrix {
         parts: &[RowSource<'_>],
         arrange: Arrange,
     ) -> Result<Matrix, PackError> {
-        pack::pack(pool, kind, act, k, parts, arrange)
+        pack::pack(pool, kind, act, k, parts, arrange, None)
+    }
+
+    /// As `pack_with`, rounding for the inputs that `compensation` knows. Kinds that are not quantised take no notice.
+    pub fn pack_compensated(
+        pool: &Pool,
+        kind: WeightKind,
+        act: ActKind,
+        k: usize,
+        parts: &[RowSource<'_>],
+        arrange: Arrange,
+        compensation: &Compensation,
+    ) -> Result<Matrix, PackError> {
+        pack::pack(pool, kind, act, k, parts, arrange, Some(compensation))
     }
 
     /// Rows of W: outputs.

@@ -4,6 +4,7 @@ use half::{bf16, f16};
 use thiserror::Error;
 
 use crate::act::ActKind;
+use crate::compensate::Compensation;
 use crate::matrix::{Arrange, Matrix, RowSource, Shape, WeightKind};
 use crate::memory::{AlignedBuf, Store};
 use crate::reference::quant::{self, GroupScale};
@@ -58,42 +59,54 @@ pub enum PackError {
 }
 
 impl RowSource<'_> {
-    fn bytes(&self) -> &[u8] {
+    /// Number of rows of `k` values, `None` when the bytes are no whole number of them.
+    fn rows(&self, k: usize) -> Option<usize> {
         match self {
-            RowSource::Bf16(bytes) | RowSource::F16(bytes) | RowSource::F32(bytes) => bytes,
+            RowSource::Rows(rows) => Some(rows.n),
+            _ => self.bytes().len().is_multiple_of(self.row_len(k)).then(|| self.bytes().len() / self.row_len(k)),
         }
     }
 
-    fn value_bytes(&self) -> usize {
+    fn bytes(&self) -> &[u8] {
         match self {
-            RowSource::Bf16(_) | RowSource::F16(_) => 2,
-            RowSource::F32(_) => 4,
+            RowSource::Bf16(bytes) | RowSource::F16(bytes) | RowSource::F32(bytes) => bytes,
+            RowSource::Rows(_) => &[],
+        }
+    }
+
+    /// Bytes of a row as it is stored.
+    fn row_len(&self, k: usize) -> usize {
+        match self {
+            RowSource::Bf16(_) | RowSource::F16(_) => 2 * k,
+            RowSource::F32(_) | RowSource::Rows(_) => 4 * k,
         }
     }
 
     fn row_bytes(&self, row: usize, k: usize) -> &[u8] {
-        let len = k * self.value_bytes();
+        let len = self.row_len(k);
         &self.bytes()[row * len..(row + 1) * len]
     }
 
-    fn read_f32(&self, row: usize, k: usize, out: &mut [f32]) {
-        let bytes = self.row_bytes(row, k);
+    /// Row `row` in f32; `out` has its K values.
+    pub fn read_f32(&self, row: usize, out: &mut [f32]) {
+        let k = out.len();
         match self {
             RowSource::F32(_) => {
-                for (out, &b) in out.iter_mut().zip(bytes.as_chunks::<4>().0) {
+                for (out, &b) in out.iter_mut().zip(self.row_bytes(row, k).as_chunks::<4>().0) {
                     *out = f32::from_le_bytes(b);
                 }
             }
             RowSource::Bf16(_) => {
-                for (out, &b) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
+                for (out, &b) in out.iter_mut().zip(self.row_bytes(row, k).as_chunks::<2>().0) {
                     *out = f32::from_bits(u32::from(u16::from_le_bytes(b)) << 16);
                 }
             }
             RowSource::F16(_) => {
-                for (out, &b) in out.iter_mut().zip(bytes.as_chunks::<2>().0) {
+                for (out, &b) in out.iter_mut().zip(self.row_bytes(row, k).as_chunks::<2>().0) {
                     *out = f16::from_le_bytes(b).to_f32();
                 }
             }
+            RowSource::Rows(rows) => (rows.read)(row, out),
         }
     }
 
@@ -104,7 +117,7 @@ impl RowSource<'_> {
             }
             return;
         }
-        self.read_f32(row, k, wide);
+        self.read_f32(row, wide);
         for (out, &value) in out.iter_mut().zip(&*wide) {
             *out = bf16::from_f32(value).to_bits();
         }
@@ -133,7 +146,9 @@ pub(crate) fn pack(
     k: usize,
     parts: &[RowSource<'_>],
     arrange: Arrange,
+    compensation: Option<&Compensation>,
 ) -> Result<Matrix, PackError> {
+    assert!(compensation.is_none_or(|c| c.k() == k), "compensation is for matrices of the same K");
     let (rows, n) = check(kind, act, k, parts, arrange)?;
     let shape = Shape { n, k, kind, act, arrange };
     let panels = shape.panels();
@@ -156,7 +171,7 @@ pub(crate) fn pack(
                     if kind == WeightKind::Int8 { column_scales.part(panel * PANEL, PANEL) } else { &mut [] },
                 )
             };
-            if let Err(row) = pack_panel(&rows, shape, panel, codes, columns, wide) {
+            if let Err(row) = pack_panel(&rows, shape, compensation, panel, codes, columns, wide) {
                 bad_row.fetch_min(row, std::sync::atomic::Ordering::Relaxed);
             }
         });
@@ -207,13 +222,12 @@ fn check<'a>(
     let mut heights = Vec::with_capacity(parts.len());
     let mut n = 0;
     for (part, source) in parts.iter().enumerate() {
-        let (bytes, row_bytes) = (source.bytes().len(), k * source.value_bytes());
-        if bytes % row_bytes != 0 {
-            return Err(PackError::PartialRow { part, bytes, row_bytes });
-        }
+        let Some(rows) = source.rows(k) else {
+            return Err(PackError::PartialRow { part, bytes: source.bytes().len(), row_bytes: source.row_len(k) });
+        };
         starts.push(n);
-        heights.push(bytes / row_bytes);
-        n += bytes / row_bytes;
+        heights.push(rows);
+        n += rows;
     }
     if arrange == Arrange::GateUp && (heights.len() != 2 || heights[0] != heights[1]) {
         return Err(PackError::UnequalHalves { heights });
@@ -225,6 +239,7 @@ fn check<'a>(
 fn pack_panel(
     rows: &Rows<'_>,
     shape: Shape,
+    compensation: Option<&Compensation>,
     panel: usize,
     codes: &mut [u8],
     columns: &mut [f32],
@@ -243,7 +258,7 @@ fn pack_panel(
             let mut row_values = vec![0f32; k];
             for (column, row) in present {
                 let (source, at) = rows.find(row);
-                source.read_f32(at, k, &mut row_values);
+                source.read_f32(at, &mut row_values);
                 for (out, &value) in out[column..].iter_mut().step_by(PANEL).zip(&row_values) {
                     *out = value;
                 }
@@ -265,17 +280,27 @@ fn pack_panel(
             }
         }
         WeightKind::Int8 | WeightKind::Int8Group { .. } | WeightKind::Int4 { .. } => {
-            let mut row_values = vec![0f32; k];
+            let mut values = vec![0f32; PANEL * k];
             let mut row_codes = vec![128u8; PANEL * k];
-            let mut row_groups = vec![GroupScale::default(); k.div_ceil(shape.kind.group(k))];
+            let per_row = k.div_ceil(shape.kind.group(k));
+            let mut row_groups = vec![GroupScale::default(); PANEL * per_row];
             for (column, row) in present {
                 let (source, at) = rows.find(row);
-                source.read_f32(at, k, &mut row_values);
+                let row_values = &mut values[column * k..(column + 1) * k];
+                source.read_f32(at, row_values);
                 if row_values.iter().any(|value| !value.is_finite()) {
                     return Err(row);
                 }
-                let codes = &mut row_codes[column * k..(column + 1) * k];
-                quant::quantize_row(shape.kind, &row_values, codes, &mut row_groups);
+                if compensation.is_none() {
+                    let codes = &mut row_codes[column * k..(column + 1) * k];
+                    let groups = &mut row_groups[column * per_row..(column + 1) * per_row];
+                    quant::quantize_row(shape.kind, row_values, None, codes, groups);
+                }
+            }
+            if let Some(compensation) = compensation {
+                compensation.quantize(shape.kind, &values, &mut row_codes, &mut row_groups);
+            }
+            for (column, row_groups) in row_groups.chunks_exact(per_row).enumerate() {
                 if shape.kind == WeightKind::Int8 {
                     columns[column] = row_groups[0].scale;
                 } else {

@@ -3,7 +3,7 @@
 use super::config::ModelConfig;
 use super::parameters::LayerNames;
 use super::plan::Form;
-use super::weights::{Loader, WeightsError};
+use super::weights::{Loader, Side, WeightsError};
 use ernie_kernels::{Arrange, KvCache, Matrix, RopeTable, Span};
 
 #[derive(Debug)]
@@ -13,11 +13,17 @@ pub struct AttentionBlock {
 }
 
 impl AttentionBlock {
-    pub(crate) fn load(loader: &mut Loader<'_>, form: Form, names: &LayerNames) -> Result<Self, WeightsError> {
+    /// `norm`: weights of the norm in front of the block.
+    pub(crate) fn load(
+        loader: &mut Loader<'_>,
+        form: Form,
+        norm: &[f32],
+        names: &LayerNames,
+    ) -> Result<Self, WeightsError> {
         let (q, k, v) = (names.attention("q"), names.attention("k"), names.attention("v"));
         Ok(Self {
-            qkv: loader.matrix(form, Arrange::Concat, &[&q, &k, &v])?,
-            out: loader.matrix(form, Arrange::Concat, &[&names.attention("o")])?,
+            qkv: loader.matrix(form, Arrange::Concat, Side::Reads(norm), &[&q, &k, &v])?,
+            out: loader.matrix(form, Arrange::Concat, Side::Writes, &[&names.attention("o")])?,
         })
     }
 

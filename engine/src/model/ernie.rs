@@ -5,13 +5,15 @@
 //! nothing here mixes rows), so the last layer may drop the rows that nobody samples.
 
 use super::attention::{AttentionBlock, Paged, qkv_width};
+use super::calibrate::{Calibration, Calibrator};
 use super::config::ModelConfig;
 use super::mlp::Mlp;
 use super::moe::{ExpertCounts, MoeBlock, MoeInput};
 use super::observer::{Observer, Op};
 use super::parameters::{EMBEDDING, FINAL_NORM, HEAD, LayerNames};
 use super::plan::WeightPlan;
-use super::weights::{Loader, Rows, WeightsError};
+use super::rotation::Rotation;
+use super::weights::{Loader, Rows, Side, WeightsError};
 use super::workspace::Workspace;
 use ernie_kernels::{Arrange, Matrix, Out, Pool, attention, gemm, rope_append};
 use std::ops::Range;
@@ -27,16 +29,16 @@ pub struct Ernie {
 }
 
 #[derive(Debug)]
-struct Layer {
-    input_norm: Vec<f32>,
-    attention: AttentionBlock,
-    post_norm: Vec<f32>,
-    feed_forward: FeedForward,
+pub(crate) struct Layer {
+    pub(crate) input_norm: Vec<f32>,
+    pub(crate) attention: AttentionBlock,
+    pub(crate) post_norm: Vec<f32>,
+    pub(crate) feed_forward: FeedForward,
 }
 
 #[derive(Debug)]
 #[expect(clippy::large_enum_variant, reason = "one per layer, never moved")]
-enum FeedForward {
+pub(crate) enum FeedForward {
     Dense(Mlp),
     Moe(Box<MoeBlock>),
 }
@@ -54,17 +56,38 @@ pub struct Step<'a> {
 
 impl Ernie {
     /// Takes every parameter from `loader`.
-    pub fn load(config: ModelConfig, plan: &WeightPlan, loader: &mut Loader<'_>) -> Result<Self, WeightsError> {
+    /// With a calibration, quantised layers are rounded for what it brings them.
+    pub fn load(
+        config: ModelConfig,
+        plan: &WeightPlan,
+        loader: &mut Loader<'_>,
+        calibration: Option<&Calibration>,
+    ) -> Result<Self, WeightsError> {
         let tied = config.tie_word_embeddings;
-        // A quantised head is no place to look embeddings up in: they are kept high.
-        let head_is_embedding = tied && !plan.head.is_quantized();
+        if plan.rotated {
+            loader.rotate(Rotation::new(config.hidden_size));
+        }
+        // A turned head has the final norm in it.
+        let norm_of_head = if plan.rotated { Some(loader.vector(FINAL_NORM)?) } else { None };
+        let head_norm = norm_of_head.as_deref().unwrap_or_default();
+        // A quantised head is no place to look embeddings up in: they are kept high. Nor is one with the norm in it.
+        let head_is_embedding = tied && !plan.head.is_quantized() && !plan.rotated && calibration.is_none();
         let keep_rows = (!head_is_embedding).then_some(plan.embedding);
-        let embedding = loader.embedding(EMBEDDING, tied.then_some(plan.head), keep_rows)?;
-        let layers = (0..config.num_layers).map(|l| Layer::load(&config, plan, loader, l)).collect::<Result<_, _>>()?;
-        let final_norm = loader.vector(FINAL_NORM)?;
+        let embedding = loader.embedding(EMBEDDING, tied.then_some(plan.head), head_norm, keep_rows)?;
+        let layers = match (calibration, &embedding.rows) {
+            (Some(calibration), Some(rows)) if plan.linear.is_quantized() => {
+                let mut sample = Calibrator::new(&config, plan, loader.pool(), calibration, rows);
+                (0..config.num_layers).map(|l| sample.layer(loader, l)).collect::<Result<_, _>>()?
+            }
+            _ => (0..config.num_layers).map(|l| Layer::load(&config, plan, loader, l)).collect::<Result<_, _>>()?,
+        };
+        let final_norm = match &norm_of_head {
+            Some(norm) => loader.norm_left(norm.clone()),
+            None => loader.vector(FINAL_NORM)?,
+        };
         let head = match embedding.head {
             Some(head) => head,
-            None => loader.matrix(plan.head, Arrange::Concat, &[HEAD])?,
+            None => loader.matrix(plan.head, Arrange::Concat, Side::Reads(head_norm), &[HEAD])?,
         };
         Ok(Self { config, embedding: embedding.rows, layers, final_norm, head })
     }
@@ -144,14 +167,15 @@ impl Layer {
     ) -> Result<Self, WeightsError> {
         let names = LayerNames::new(layer);
         let input_norm = loader.vector(&names.input_norm())?;
-        let attention = AttentionBlock::load(loader, plan.linear, &names)?;
+        let attention = AttentionBlock::load(loader, plan.linear, &input_norm, &names)?;
         let post_norm = loader.vector(&names.post_norm())?;
         let feed_forward = match &config.moe {
             Some(moe) if config.is_moe_layer(layer) => {
-                FeedForward::Moe(Box::new(MoeBlock::load(loader, plan, moe, &names)?))
+                FeedForward::Moe(Box::new(MoeBlock::load(loader, plan, moe, &post_norm, &names)?))
             }
-            _ => FeedForward::Dense(Mlp::load(loader, plan.linear, plan.down, &names.mlp())?),
+            _ => FeedForward::Dense(Mlp::load(loader, (plan.linear, plan.down), &post_norm, &names.mlp())?),
         };
+        let (input_norm, post_norm) = (loader.norm_left(input_norm), loader.norm_left(post_norm));
         Ok(Self { input_norm, attention, post_norm, feed_forward })
     }
 

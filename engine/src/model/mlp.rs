@@ -3,7 +3,7 @@
 use super::observer::{Observer, Op};
 use super::parameters::linear;
 use super::plan::Form;
-use super::weights::{Loader, WeightsError};
+use super::weights::{Loader, Side, WeightsError};
 use ernie_kernels::{Acts, Arrange, Matrix, Out, Pool, gemm};
 
 #[derive(Debug)]
@@ -13,11 +13,17 @@ pub struct Mlp {
 }
 
 impl Mlp {
-    pub(crate) fn load(loader: &mut Loader<'_>, gate_up: Form, down: Form, prefix: &str) -> Result<Self, WeightsError> {
+    /// `norm`: weights of the norm in front of the block.
+    pub(crate) fn load(
+        loader: &mut Loader<'_>,
+        (gate_up, down): (Form, Form),
+        norm: &[f32],
+        prefix: &str,
+    ) -> Result<Self, WeightsError> {
         let names = (linear(prefix, "gate"), linear(prefix, "up"));
         Ok(Self {
-            gate_up: loader.matrix(gate_up, Arrange::GateUp, &[&names.0, &names.1])?,
-            down: loader.matrix(down, Arrange::Concat, &[&linear(prefix, "down")])?,
+            gate_up: loader.matrix(gate_up, Arrange::GateUp, Side::Reads(norm), &[&names.0, &names.1])?,
+            down: loader.matrix(down, Arrange::Concat, Side::Writes, &[&linear(prefix, "down")])?,
         })
     }
 

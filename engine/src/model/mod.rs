@@ -4,6 +4,7 @@
 //! below it compute. Memory for a step is the `workspace`; KV memory and the thread pool belong to the runner.
 
 pub mod attention;
+pub mod calibrate;
 pub mod checkpoint;
 pub mod config;
 pub mod digest;
@@ -15,9 +16,11 @@ pub mod observer;
 pub mod parameters;
 pub mod plan;
 pub mod prepared;
+pub mod rotation;
 pub mod weights;
 pub mod workspace;
 
+pub use calibrate::Calibration;
 pub use checkpoint::{Checkpoint, CheckpointError};
 pub use config::{ConfigError, ModelConfig, MoeConfig};
 pub use digest::Manifest;

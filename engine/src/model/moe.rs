@@ -15,12 +15,12 @@ use ernie_kernels::{Acts, Matrix, Pool, Routing, moe};
 #[derive(Debug)]
 pub struct MoeBlock {
     /// Router, `[experts][hidden]`, always f32.
-    gate: Vec<f32>,
-    bias: Vec<f32>,
-    norm_min: f32,
-    gate_up: Vec<Matrix>,
-    down: Vec<Matrix>,
-    shared: Option<Mlp>,
+    pub(crate) gate: Vec<f32>,
+    pub(crate) bias: Vec<f32>,
+    pub(crate) norm_min: f32,
+    pub(crate) gate_up: Vec<Matrix>,
+    pub(crate) down: Vec<Matrix>,
+    pub(crate) shared: Option<Mlp>,
 }
 
 /// What a MoE block reads: its rows, normed, in f32 for router and experts and converted for the shared experts.
@@ -35,19 +35,20 @@ impl MoeBlock {
         loader: &mut Loader<'_>,
         plan: &WeightPlan,
         config: &MoeConfig,
+        norm: &[f32],
         names: &LayerNames,
     ) -> Result<Self, WeightsError> {
         let (mut gate_up, mut down) = (Vec::new(), Vec::new());
         for expert in 0..config.num_experts {
-            let expert = Mlp::load(loader, plan.experts, plan.experts_down, &names.expert(expert))?;
+            let expert = Mlp::load(loader, (plan.experts, plan.experts_down), norm, &names.expert(expert))?;
             gate_up.push(expert.gate_up);
             down.push(expert.down);
         }
         let shared = match config.num_shared_experts {
             0 => None,
-            _ => Some(Mlp::load(loader, plan.linear, plan.down, &names.shared_experts())?),
+            _ => Some(Mlp::load(loader, (plan.linear, plan.down), norm, &names.shared_experts())?),
         };
-        let (gate, bias) = (loader.vector(&names.router())?, loader.vector(&names.router_bias())?);
+        let (gate, bias) = (loader.reader(&names.router(), norm)?, loader.vector(&names.router_bias())?);
         Ok(Self { gate, bias, norm_min: config.norm_min, gate_up, down, shared })
     }
 

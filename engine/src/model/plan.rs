@@ -41,6 +41,8 @@ pub struct WeightPlan {
     /// Values of the embedding when it is not looked up in the packed head.
     pub embedding: RowKind,
     pub kv: KvKind,
+    /// Whether the residual stream is turned so that no channel stands out (`rotation.rs`).
+    pub rotated: bool,
 }
 
 impl WeightPlan {
@@ -52,7 +54,7 @@ impl WeightPlan {
     pub fn uniform(kind: WeightKind) -> Self {
         let form = Form::from(kind);
         let (embedding, kv) = (RowKind::Bf16, KvKind::Bf16);
-        Self { linear: form, down: form, experts: form, experts_down: form, head: form, embedding, kv }
+        Self { linear: form, down: form, experts: form, experts_down: form, head: form, embedding, kv, rotated: false }
     }
 
     /// All quantised parts with grouped activation scales.
@@ -70,6 +72,11 @@ impl WeightPlan {
         Self { down: self.down.grouped(), experts_down: self.experts_down.grouped(), ..self }
     }
 
+    /// With a turned residual stream.
+    pub fn rotated(self) -> Self {
+        Self { rotated: true, ..self }
+    }
+
     pub fn with_head(self, head: impl Into<Form>) -> Self {
         Self { head: head.into(), ..self }
     }
@@ -85,7 +92,8 @@ impl WeightPlan {
     }
 
     /// Reads a measurement's plan: a kind (`f32 bf16 int8 int8g128 int4g32 int4g64 int4g128`, the int4 ones also with `zp`),
-    /// then any of `-ag` (grouped activation scales everywhere), `-dg` (in down projections), `-h16` (bf16 head). The head
+    /// then any of `-ag` (grouped activation scales everywhere), `-dg` (in down projections), `-h16` (bf16 head), `-r`
+    /// (turned residual stream). The head
     /// of int4 has 8 bits.
     pub fn parse(name: &str) -> Option<Self> {
         let mut parts = name.split('-');
@@ -109,6 +117,7 @@ impl WeightPlan {
             plan = match part {
                 "ag" => plan.grouped(),
                 "dg" => plan.grouped_down(),
+                "r" => plan.rotated(),
                 "h16" => plan.with_head(WeightKind::Bf16),
                 _ => return None,
             };

@@ -64,6 +64,9 @@ struct Plan {
     head: String,
     embedding: String,
     kv: String,
+    /// Whether the residual stream is turned.
+    #[serde(default)]
+    rotated: bool,
 }
 
 impl Plan {
@@ -82,6 +85,7 @@ impl Plan {
                 KvKind::Bf16 => "bf16".to_owned(),
                 KvKind::F32 => "f32".to_owned(),
             },
+            rotated: plan.rotated,
         }
     }
 
@@ -102,6 +106,7 @@ impl Plan {
                 "f32" => KvKind::F32,
                 _ => return None,
             },
+            rotated: self.rotated,
         })
     }
 }

@@ -12,15 +12,16 @@ use super::digest::{Hashing, Manifest};
 use super::parameters::parameters;
 use super::plan::Form;
 use super::prepared::{PREPARED, Prepared, Writer};
+use super::rotation::Rotation;
 use ernie_kernels::ops::embed_bf16;
-use ernie_kernels::{Arrange, Matrix, PackError, Pool, RowSource};
+use ernie_kernels::{Arrange, Compensation, ComputedRows, Matrix, PackError, Pool, RowSource};
 use memmap2::{Advice, Mmap, UncheckedAdvice};
 use std::collections::HashMap;
 use std::fs::{File, Metadata};
 use std::ops::Range;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 /// A weight file: open, mapped read-only, and remembered as it was.
 #[derive(Debug)]
@@ -131,9 +132,29 @@ pub enum WeightsError {
     Unread(String),
 }
 
+/// Where a matrix stands to the residual stream; tells what to do with it when the stream is turned.
+#[derive(Debug, Clone, Copy)]
+pub enum Side<'n> {
+    /// Reads the stream through an RMS norm with these weights.
+    Reads(&'n [f32]),
+    /// Adds to the stream.
+    Writes,
+}
+
+/// What tensors become.
+#[derive(Clone, Copy)]
+struct Target<'t> {
+    form: Form,
+    arrange: Arrange,
+    side: Side<'t>,
+    inputs: Option<&'t Compensation>,
+}
+
 /// Hands out each tensor of a checkpoint exactly once, packed or converted; or each item of a prepared folder as it lies.
 pub struct Loader<'a> {
     pool: &'a Pool,
+    /// Basis of the residual stream, where it is not the checkpoint's.
+    rotation: Option<Rotation>,
     checkpoint: Checkpoint,
     remaining: HashMap<String, TensorAt>,
     /// Instead of the checkpoint's tensors.
@@ -208,6 +229,7 @@ impl<'a> Loader<'a> {
             pool,
             checkpoint,
             remaining,
+            rotation: None,
             prepared: None,
             writer: None,
             bytes_done: 0,
@@ -240,6 +262,7 @@ impl<'a> Loader<'a> {
             checkpoint: Checkpoint::empty(dir),
             remaining: HashMap::new(),
             bytes_total: prepared.bytes(),
+            rotation: None,
             prepared: Some(Source { prepared, shapes }),
             writer: None,
             bytes_done: 0,
@@ -264,6 +287,11 @@ impl<'a> Loader<'a> {
         (self.progress)(self.bytes_done + hashed, self.bytes_total + to_hash);
     }
 
+    /// From now on matrices are turned so that they work on a residual stream in this basis.
+    pub fn rotate(&mut self, rotation: Rotation) {
+        self.rotation = Some(rotation);
+    }
+
     pub fn pool(&self) -> &'a Pool {
         self.pool
     }
@@ -273,7 +301,25 @@ impl<'a> Loader<'a> {
     }
 
     /// Packs one or more tensors as one matrix.
-    pub fn matrix(&mut self, form: Form, arrange: Arrange, names: &[&str]) -> Result<Matrix, WeightsError> {
+    pub fn matrix(
+        &mut self,
+        form: Form,
+        arrange: Arrange,
+        side: Side<'_>,
+        names: &[&str],
+    ) -> Result<Matrix, WeightsError> {
+        self.matrix_for(form, arrange, side, names, None)
+    }
+
+    /// As `matrix`, rounded for known inputs when there are some.
+    pub fn matrix_for(
+        &mut self,
+        form: Form,
+        arrange: Arrange,
+        side: Side<'_>,
+        names: &[&str],
+        inputs: Option<&Compensation>,
+    ) -> Result<Matrix, WeightsError> {
         if let Some(source) = &mut self.prepared {
             let shape = source.matrix_shape(names)?;
             let matrix = source.prepared.matrix(form, arrange, names, shape)?;
@@ -281,7 +327,8 @@ impl<'a> Loader<'a> {
             return Ok(matrix);
         }
         let tensors = names.iter().map(|name| self.claim(name)).collect::<Result<Vec<_>, _>>()?;
-        let matrix = self.pack(form, arrange, names[0], &tensors)?;
+        let target = Target { form, arrange, side, inputs };
+        let matrix = self.pack(target, names[0], &tensors)?;
         tensors.iter().for_each(|t| self.done(t));
         if let Some(writer) = &mut self.writer {
             writer.matrix(names, &matrix)?;
@@ -289,12 +336,38 @@ impl<'a> Loader<'a> {
         Ok(matrix)
     }
 
-    fn pack(&self, form: Form, arrange: Arrange, name: &str, parts: &[TensorAt]) -> Result<Matrix, WeightsError> {
+    fn pack(&self, target: Target<'_>, name: &str, parts: &[TensorAt]) -> Result<Matrix, WeightsError> {
+        let Target { form, arrange, side, inputs } = target;
         let columns = parts[0].shape.last().copied().unwrap_or(0);
         parts.iter().for_each(|t| self.checkpoint.files[t.file].expect(&t.range));
         let sources: Vec<_> = parts.iter().map(|t| self.rows(t)).collect();
-        Matrix::pack_with(self.pool, form.weights, form.acts, columns, &sources, arrange)
+        let pack = |sources: &[RowSource<'_>]| {
+            match inputs {
+                None => Matrix::pack_with(self.pool, form.weights, form.acts, columns, sources, arrange),
+                Some(inputs) => {
+                    let Form { weights, acts } = form;
+                    Matrix::pack_compensated(self.pool, weights, acts, columns, sources, arrange, inputs)
+                }
+            }
             .map_err(|source| WeightsError::Pack { name: name.to_owned(), source })
+        };
+        let heights = || parts.iter().map(|t| t.shape[0]);
+        match (&self.rotation, side) {
+            (None, _) => pack(&sources),
+            (Some(rotation), Side::Reads(norm)) => {
+                let reads: Vec<_> = sources.iter().map(|source| turned_row(rotation, norm, *source)).collect();
+                let rows = |(n, read)| RowSource::Rows(ComputedRows { n, read: read as _ });
+                pack(&heights().zip(&reads).map(rows).collect::<Vec<_>>())
+            }
+            (Some(rotation), Side::Writes) => {
+                let turned: Vec<_> =
+                    sources.iter().map(|source| TurnedColumns::new(self.pool, rotation, *source, columns)).collect();
+                let reads: Vec<_> =
+                    turned.iter().map(|t| move |row: usize, out: &mut [f32]| t.read(row, out)).collect();
+                let rows = |(n, read)| RowSource::Rows(ComputedRows { n, read: read as _ });
+                pack(&heights().zip(&reads).map(rows).collect::<Vec<_>>())
+            }
+        }
     }
 
     fn rows(&self, tensor: &TensorAt) -> RowSource<'_> {
@@ -322,11 +395,39 @@ impl<'a> Loader<'a> {
         Ok(values)
     }
 
-    /// The embedding: packed as the tied head when `head` says so, row by row otherwise, or both.
+    /// The weights that a norm has left: all ones where they went into the matrices that read through it.
+    pub fn norm_left(&self, norm: Vec<f32>) -> Vec<f32> {
+        if self.rotation.is_some() { vec![1.0; norm.len()] } else { norm }
+    }
+
+    /// A small matrix in f32 (router) that reads the stream through a norm.
+    pub fn reader(&mut self, name: &str, norm: &[f32]) -> Result<Vec<f32>, WeightsError> {
+        if self.prepared.is_some() || self.rotation.is_none() {
+            return self.vector(name);
+        }
+        // What is written down are the turned values.
+        let writer = self.writer.take();
+        let values = self.vector(name);
+        self.writer = writer;
+        let mut values = values?;
+        if let Some(rotation) = &self.rotation {
+            for row in values.chunks_exact_mut(norm.len()) {
+                row.iter_mut().zip(norm).for_each(|(value, norm)| *value *= norm);
+                rotation.turn(row);
+            }
+        }
+        if let Some(writer) = &mut self.writer {
+            writer.vector(name, &values)?;
+        }
+        Ok(values)
+    }
+
+    /// The embedding: packed as the tied head, which reads through `norm`, when `head` says so; row by row otherwise; or both.
     pub fn embedding(
         &mut self,
         name: &str,
         head: Option<Form>,
+        norm: &[f32],
         keep_rows: Option<RowKind>,
     ) -> Result<Embedding, WeightsError> {
         if let Some(source) = &mut self.prepared {
@@ -344,10 +445,16 @@ impl<'a> Loader<'a> {
         }
         let tensor = self.claim(name)?;
         let head = match head {
-            Some(form) => Some(self.pack(form, Arrange::Concat, name, std::slice::from_ref(&tensor))?),
+            Some(form) => {
+                let target = Target { form, arrange: Arrange::Concat, side: Side::Reads(norm), inputs: None };
+                Some(self.pack(target, name, std::slice::from_ref(&tensor))?)
+            }
             None => None,
         };
-        let rows = keep_rows.map(|kind| Rows::read(kind, self.rows(&tensor)));
+        let rows = keep_rows.map(|kind| match &self.rotation {
+            None => Rows::read(kind, self.rows(&tensor)),
+            Some(rotation) => Rows::turned(self.pool, kind, rotation, self.rows(&tensor), tensor.shape[0]),
+        });
         self.done(&tensor);
         if let Some(writer) = &mut self.writer {
             head.as_ref().map_or(Ok(()), |head| writer.matrix(&[name], head))?;
@@ -390,6 +497,61 @@ impl<'a> Loader<'a> {
 /// Between two signs that hashing goes on after everything is packed.
 const HASHING_BEAT: std::time::Duration = std::time::Duration::from_millis(5);
 
+/// Reads rows of a matrix whose inputs are the turned stream under a norm without weights.
+fn turned_row<'s>(
+    rotation: &'s Rotation,
+    norm: &'s [f32],
+    source: RowSource<'s>,
+) -> impl Fn(usize, &mut [f32]) + Sync + 's {
+    move |row, out| {
+        source.read_f32(row, out);
+        out.iter_mut().zip(norm).for_each(|(value, norm)| *value *= norm);
+        rotation.turn(out);
+    }
+}
+
+/// A matrix that writes the turned stream. Its rows mix, so it is turned as a whole, in strips of columns.
+struct TurnedColumns {
+    strips: Vec<OnceLock<Vec<f32>>>,
+}
+
+impl TurnedColumns {
+    const STRIP: usize = 32;
+
+    fn new(pool: &Pool, rotation: &Rotation, source: RowSource<'_>, columns: usize) -> Self {
+        let strips: Vec<_> = (0..columns.div_ceil(Self::STRIP)).map(|_| OnceLock::new()).collect();
+        let n = rotation.width();
+        // A job reads whole rows to use some strips of them: as many as there are threads' worth of jobs.
+        let per_job = strips.len().div_ceil(4 * pool.threads()).max(1);
+        pool.run(strips.len().div_ceil(per_job), &|job, _| {
+            let range = job * per_job..((job + 1) * per_job).min(strips.len());
+            let mut values: Vec<_> = range.clone().map(|_| Vec::with_capacity(n * Self::STRIP)).collect();
+            let mut row_values = vec![0.0; columns];
+            for row in 0..n {
+                source.read_f32(row, &mut row_values);
+                for (strip, out) in range.clone().zip(&mut values) {
+                    let start = strip * Self::STRIP;
+                    out.extend_from_slice(&row_values[start..(start + Self::STRIP).min(columns)]);
+                }
+            }
+            for (strip, mut values) in range.zip(values) {
+                let width = values.len() / n;
+                rotation.turn_columns(&mut values, width);
+                // Each strip is made by one job.
+                let _ = strips[strip].set(values);
+            }
+        });
+        Self { strips }
+    }
+
+    fn read(&self, row: usize, out: &mut [f32]) {
+        for (strip, out) in self.strips.iter().zip(out.chunks_mut(Self::STRIP)) {
+            let width = out.len();
+            out.copy_from_slice(&strip.get().expect("all strips were made")[row * width..][..width]);
+        }
+    }
+}
+
 /// An embedding as it was read: the packed head, rows for the lookup, or both.
 #[derive(Debug)]
 pub struct Embedding {
@@ -425,6 +587,40 @@ impl Rows {
             }
             (RowKind::F32, source) => Self::F32(floats(source).collect()),
         }
+    }
+
+    /// All `n` rows in the turned basis.
+    fn turned(pool: &Pool, kind: RowKind, rotation: &Rotation, source: RowSource<'_>, n: usize) -> Self {
+        let width = rotation.width();
+        let per_job = n.div_ceil(8 * pool.threads()).max(1);
+        let parts: Vec<_> = (0..n.div_ceil(per_job)).map(|_| OnceLock::new()).collect();
+        pool.run(parts.len(), &|job, _| {
+            let rows = job * per_job..((job + 1) * per_job).min(n);
+            let mut values = vec![0.0; width * rows.len()];
+            for (row, out) in rows.zip(values.chunks_exact_mut(width)) {
+                source.read_f32(row, out);
+                rotation.turn(out);
+            }
+            // Each part is made by one job.
+            let _ = parts[job].set(match kind {
+                RowKind::F32 => Self::F32(values),
+                RowKind::Bf16 => {
+                    Self::Bf16(values.iter().flat_map(|x| half::bf16::from_f32(*x).to_le_bytes()).collect())
+                }
+            });
+        });
+        let mut out = match kind {
+            RowKind::F32 => Self::F32(Vec::with_capacity(n * width)),
+            RowKind::Bf16 => Self::Bf16(Vec::with_capacity(2 * n * width)),
+        };
+        for part in parts {
+            match (&mut out, part.into_inner().expect("all parts were made")) {
+                (Self::F32(out), Self::F32(part)) => out.extend(part),
+                (Self::Bf16(out), Self::Bf16(part)) => out.extend(part),
+                _ => unreachable!("all parts are of one kind"),
+            }
+        }
+        out
     }
 
     pub fn bytes(&self) -> usize {
@@ -463,5 +659,6 @@ fn floats(source: RowSource<'_>) -> Box<dyn Iterator<Item = f32> + '_> {
         RowSource::Bf16(b) => Box::new(b.chunks_exact(2).map(|b| half::bf16::from_le_bytes([b[0], b[1]]).to_f32())),
         RowSource::F16(b) => Box::new(b.chunks_exact(2).map(|b| half::f16::from_le_bytes([b[0], b[1]]).to_f32())),
         RowSource::F32(b) => Box::new(b.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))),
+        RowSource::Rows(_) => unreachable!("files hold numbers, not ways to compute them"),
     }
 }

@@ -105,7 +105,7 @@ impl CpuRunner {
             Some(prepared) => Loader::prepared(dir, prepared, (&config, text), verify, &pool, &mut on_bytes)?,
             None => Loader::new(Checkpoint::open(dir, &config)?, text, verify, &pool, &mut on_bytes)?,
         };
-        let model = Ernie::load(config.clone(), &plan, &mut loader)?;
+        let model = Ernie::load(config.clone(), &plan, &mut loader, options.calibration.as_deref())?;
         loader.finish()?;
 
         let bytes_total = model.bytes() as u64;

@@ -29,7 +29,7 @@ pub fn prepare(
     let mut loader = Loader::new(checkpoint, text.as_bytes(), options.verify.as_ref(), &pool, progress)?;
     loader.write_down(Writer::new(out, &plan));
     // Dropped right away: what counts is what the writer saw.
-    drop(Ernie::load(config, &plan, &mut loader)?);
+    drop(Ernie::load(config, &plan, &mut loader, options.calibration.as_deref())?);
     let bytes = match loader.finish()? {
         Some(writer) => writer.finish()?,
         None => 0,

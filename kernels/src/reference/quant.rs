@@ -34,14 +34,70 @@ pub(crate) fn unit(groups: &[GroupScale]) -> f32 {
     f32::from_bits(exponent << 23)
 }
 
-/// Quantises one row of finite values: unsigned codes, one entry of `groups` per group.
-pub(crate) fn quantize_row(kind: WeightKind, row: &[f32], codes: &mut [u8], groups: &mut [GroupScale]) {
+/// The codes of a kind, for those who round one value at a time with a scale that stands.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Grid {
+    low: f32,
+    high: f32,
+    /// What codes are above the signed number.
+    bias: f32,
+    /// Whether scales are stored in 16 bits.
+    half_scales: bool,
+}
+
+impl Grid {
+    pub(crate) fn of(kind: WeightKind) -> Grid {
+        match kind {
+            WeightKind::Int4 { zero_point: true, .. } => Grid { low: 0.0, high: 15.0, bias: 0.0, half_scales: true },
+            WeightKind::Int4 { .. } => Grid { low: -8.0, high: 7.0, bias: 8.0, half_scales: true },
+            WeightKind::Int8Group { .. } => Grid { low: -127.0, high: 127.0, bias: 128.0, half_scales: true },
+            _ => Grid { low: -127.0, high: 127.0, bias: 128.0, half_scales: false },
+        }
+    }
+
+    /// The scale as it will be read back: f16 keeps ten bits behind the first.
+    pub(crate) fn storable(self, group: GroupScale) -> GroupScale {
+        let half = |x: f32| f32::from_bits((x.to_bits() + 0x1000) & !0x1fff);
+        if self.half_scales { GroupScale { scale: half(group.scale), offset: half(group.offset) } } else { group }
+    }
+
+    /// The nearest code, and the value that it stands for.
+    #[inline(always)]
+    pub(crate) fn round(self, target: f32, group: GroupScale) -> (u8, f32) {
+        let exact = if group.scale == 0.0 { 0.0 } else { (target + group.offset) / group.scale };
+        let exact = if exact > self.low { exact } else { self.low };
+        let exact = if exact < self.high { exact } else { self.high };
+        let code = (exact + ROUND) - ROUND;
+        ((code + self.bias) as u8, code * group.scale - group.offset)
+    }
+}
+
+/// Quantises one row of finite values: unsigned codes, one entry of `groups` per group. With `importance`, squared errors
+/// count by that of their column.
+pub(crate) fn quantize_row(
+    kind: WeightKind,
+    row: &[f32],
+    importance: Option<&[f32]>,
+    codes: &mut [u8],
+    groups: &mut [GroupScale],
+) {
     let group = kind.group(row.len());
-    for ((values, codes), out) in row.chunks(group).zip(codes.chunks_mut(group)).zip(groups) {
+    let even = [1.0; 128];
+    for (at, ((values, codes), out)) in row.chunks(group).zip(codes.chunks_mut(group)).zip(groups).enumerate() {
+        let given = importance.map(|all| &all[at * group..at * group + values.len()]);
+        let long;
+        let weights = match given {
+            Some(given) => given,
+            None if values.len() <= even.len() => &even[..values.len()],
+            None => {
+                long = vec![1.0; values.len()];
+                &long[..]
+            }
+        };
         *out = match kind {
-            WeightKind::Int4 { zero_point: true, .. } => with_offset(values, codes),
-            WeightKind::Int4 { .. } => symmetric::<8, 7>(values, codes, &int4_candidates(values)),
-            _ => symmetric::<128, 127>(values, codes, &int8_candidates(values)),
+            WeightKind::Int4 { zero_point: true, .. } => with_offset(values, weights, codes),
+            WeightKind::Int4 { .. } => symmetric::<8, 7>(values, weights, codes, &int4_candidates(values)),
+            _ => symmetric::<128, 127>(values, weights, codes, &int8_candidates(values)),
         };
     }
 }
@@ -64,7 +120,12 @@ fn int4_candidates(values: &[f32]) -> [f32; 2 * INT4_STEPS as usize] {
 }
 
 /// Tries each candidate scale, refits it to its own codes by least squares, and keeps the best. Codes are offset by `LOW`.
-fn symmetric<const LOW: i32, const HIGH: i32>(values: &[f32], codes: &mut [u8], candidates: &[f32]) -> GroupScale {
+fn symmetric<const LOW: i32, const HIGH: i32>(
+    values: &[f32],
+    weights: &[f32],
+    codes: &mut [u8],
+    candidates: &[f32],
+) -> GroupScale {
     let mut best = (f32::INFINITY, 0f32, 0f32);
     for &scale in candidates {
         if scale == 0.0 || !(1.0 / scale).is_finite() {
@@ -73,11 +134,11 @@ fn symmetric<const LOW: i32, const HIGH: i32>(values: &[f32], codes: &mut [u8], 
         let inverse = 1.0 / scale;
         let mut dot = [0f32; LANES];
         let mut square = [0f32; LANES];
-        for chunk in values.as_chunks::<LANES>().0 {
+        for (chunk, weights) in values.as_chunks::<LANES>().0.iter().zip(weights.as_chunks::<LANES>().0) {
             for i in 0..LANES {
                 let q = round_to::<LOW, HIGH>(chunk[i] * inverse);
-                dot[i] += q * chunk[i];
-                square[i] += q * q;
+                dot[i] += weights[i] * q * chunk[i];
+                square[i] += weights[i] * q * q;
             }
         }
         let (dot, square) = (sum(dot), sum(square));
@@ -112,10 +173,10 @@ fn sum(lanes: [f32; LANES]) -> f32 {
 }
 
 /// Codes 0..15 with scale and offset: tries ranges around [min, max], refits both by least squares, keeps the best.
-fn with_offset(values: &[f32], codes: &mut [u8]) -> GroupScale {
+fn with_offset(values: &[f32], weights: &[f32], codes: &mut [u8]) -> GroupScale {
     let (min, max) = values.iter().fold((f32::INFINITY, f32::NEG_INFINITY), |(min, max), &v| (min.min(v), max.max(v)));
-    let count = values.len() as f32;
-    let mean = values.iter().sum::<f32>() / count;
+    let count = weights.iter().sum::<f32>();
+    let mean = values.iter().zip(weights).map(|(value, weight)| value * weight).sum::<f32>() / count;
     let mut best: Option<(f32, f32, f32, GroupScale)> = None;
     for step in 0..INT4_STEPS {
         let factor = 1.0 - INT4_REACH + 1.2 * INT4_REACH * f32::from(step) / f32::from(INT4_STEPS - 1);
@@ -127,14 +188,14 @@ fn with_offset(values: &[f32], codes: &mut [u8]) -> GroupScale {
         }
         let inverse = 1.0 / scale;
         let (mut s_q, mut s_qq, mut s_qw, mut s_ww) = ([0f32; LANES], [0f32; LANES], [0f32; LANES], [0f32; LANES]);
-        for chunk in values.as_chunks::<LANES>().0 {
+        for (chunk, weights) in values.as_chunks::<LANES>().0.iter().zip(weights.as_chunks::<LANES>().0) {
             for i in 0..LANES {
                 let q = round_to::<0, 15>((chunk[i] - low) * inverse);
                 let w = chunk[i] - mean;
-                s_q[i] += q;
-                s_qq[i] += q * q;
-                s_qw[i] += q * w;
-                s_ww[i] += w * w;
+                s_q[i] += weights[i] * q;
+                s_qq[i] += weights[i] * q * q;
+                s_qw[i] += weights[i] * q * w;
+                s_ww[i] += weights[i] * w * w;
             }
         }
         let (s_q, s_qq, s_qw, s_ww) = (sum(s_q), sum(s_qq), sum(s_qw), sum(s_ww));
@@ -181,7 +242,7 @@ mod tests {
         let mut codes = vec![0u8; row.len()];
         let group = kind.group(row.len());
         let mut groups = vec![GroupScale::default(); row.len().div_ceil(group)];
-        quantize_row(kind, row, &mut codes, &mut groups);
+        quantize_row(kind, row, None, &mut codes, &mut groups);
         let offset = match kind {
             WeightKind::Int4 { zero_point: true, .. } => 0.0,
             WeightKind::Int4 { .. } => 8.0,
@@ -228,7 +289,7 @@ mod tests {
             assert!(error(kind, &[0.5; 64]) < 1e-6, "{kind:?}");
             let mut codes = [9u8; 64];
             let mut groups = [GroupScale { scale: 9.0, offset: 9.0 }; 2];
-            quantize_row(kind, &[0.0; 64], &mut codes, &mut groups);
+            quantize_row(kind, &[0.0; 64], None, &mut codes, &mut groups);
             assert_eq!(groups[0].offset, 0.0);
             assert!(groups[0].scale == 0.0, "{kind:?}");
         }

@@ -1,0 +1,363 @@
+//! Quantising a model for what it reads: layer by layer, each matrix is rounded for the inputs that a sample of token
+//! sequences brings to it, coming through the layers quantised before it (`ernie_kernels::compensate`).
+//!
+//! The residual stream of the whole sample is kept in f32; everything else is one layer at a time.
+
+use super::attention::{AttentionBlock, qkv_width};
+use super::config::{ModelConfig, MoeConfig};
+use super::ernie::{FeedForward, Layer};
+use super::mlp::Mlp;
+use super::moe::{ExpertCounts, MoeBlock, MoeInput};
+use super::parameters::{LayerNames, linear};
+use super::plan::{Form, WeightPlan};
+use super::weights::{Loader, Rows, Side, WeightsError};
+use super::workspace::Workspace;
+use ernie_kernels::ops::route;
+use ernie_kernels::{
+    ActKind, Acts, Arrange, Compensation, KvCache, Matrix, Out, Pool, RopeTable, RowSource, Span, WeightKind,
+    attention, gemm, rope_append,
+};
+
+/// Token sequences that stand for what the model will read and write.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Calibration {
+    sequences: Vec<Vec<u32>>,
+}
+
+impl Calibration {
+    /// Longest sequence that is kept whole.
+    pub const SEQUENCE_MAX: usize = 512;
+    /// A sample of fewer tokens says too little about a matrix with thousands of inputs.
+    pub const TOKENS_MIN: usize = 2048;
+
+    /// Cuts sequences into parts of at most [`Self::SEQUENCE_MAX`] tokens.
+    pub fn new(sequences: impl IntoIterator<Item = Vec<u32>>) -> Self {
+        let parts = |ids: Vec<u32>| ids.chunks(Self::SEQUENCE_MAX).map(<[u32]>::to_vec).collect::<Vec<_>>();
+        Self { sequences: sequences.into_iter().flat_map(parts).filter(|part| part.len() > 1).collect() }
+    }
+
+    pub fn tokens(&self) -> usize {
+        self.sequences.iter().map(Vec::len).sum()
+    }
+
+    /// The first id that a vocabulary of this size lacks.
+    pub fn foreign_id(&self, vocab_size: usize) -> Option<u32> {
+        self.sequences.iter().flatten().copied().find(|&id| id as usize >= vocab_size)
+    }
+}
+
+/// Tokens worked on at once.
+const CHUNK: usize = Calibration::SEQUENCE_MAX;
+/// Share of the mean square of the inputs that every direction is assumed to have at least.
+const DAMPING: f32 = 0.01;
+/// Tokens longer than this many times the median are shortened to it: attention sinks, whose few rows would outweigh all.
+const LONG: f32 = 4.0;
+
+/// Sum of x xᵀ over a matrix's inputs.
+struct Gram {
+    k: usize,
+    rows: usize,
+    sum: Vec<f32>,
+    acts: Acts,
+}
+
+impl Gram {
+    fn new(k: usize) -> Self {
+        Self { k, rows: 0, sum: vec![0.0; k * k], acts: Acts::new(k, CHUNK) }
+    }
+
+    /// Adds rows of k values.
+    fn add(&mut self, pool: &Pool, rows: &[f32]) {
+        for rows in rows.chunks(CHUNK * self.k) {
+            self.add_chunk(pool, rows);
+        }
+    }
+
+    fn add_chunk(&mut self, pool: &Pool, rows: &[f32]) {
+        let k = self.k;
+        let count = rows.len() / k;
+        if count == 0 {
+            return;
+        }
+        let lengths: Vec<f32> = rows.chunks_exact(k).map(|row| row.iter().map(|x| x * x).sum::<f32>().sqrt()).collect();
+        let mut sorted = lengths.clone();
+        sorted.sort_by(f32::total_cmp);
+        let limit = LONG * sorted[count / 2];
+        // Inputs by token, padded with tokens of zeros.
+        let padded = count.next_multiple_of(32);
+        let mut turned = vec![0f32; k * padded];
+        for (token, row) in rows.chunks_exact(k).enumerate() {
+            let factor = if lengths[token] > limit { limit / lengths[token] } else { 1.0 };
+            for (out, x) in turned[token..].iter_mut().step_by(padded).zip(row) {
+                *out = x * factor;
+            }
+        }
+        self.acts.convert(pool, ActKind::Bf16, k, padded, &turned);
+        let source = RowSource::F32(bytemuck::cast_slice(&turned));
+        let other = Matrix::pack(pool, WeightKind::Bf16, padded, &[source], Arrange::Concat)
+            .expect("rows of a multiple of 32 values can be packed");
+        gemm(pool, &self.acts, &other, Out::Add(&mut self.sum));
+        self.rows += count;
+    }
+
+    /// `None` when nothing was added, or something that is not finite.
+    fn compensation(&self, pool: &Pool) -> Option<Compensation> {
+        // A sample with fewer tokens than inputs leaves directions unseen; they must not pass for free.
+        let damping = DAMPING * (1.0 + 4.0 * self.k as f32 / self.rows.max(1) as f32);
+        (self.rows > 0).then(|| Compensation::new(pool, self.k, &self.sum, damping)).flatten()
+    }
+}
+
+/// The sample on its way through the layers.
+pub(crate) struct Calibrator<'a> {
+    config: &'a ModelConfig,
+    plan: &'a WeightPlan,
+    pool: &'a Pool,
+    calibration: &'a Calibration,
+    /// Residual stream of all tokens.
+    x: Vec<f32>,
+    attended: Vec<f32>,
+    workspace: Workspace,
+    kv: KvCache,
+    rope: RopeTable,
+    counts: ExpertCounts,
+}
+
+impl<'a> Calibrator<'a> {
+    pub(crate) fn new(
+        config: &'a ModelConfig,
+        plan: &'a WeightPlan,
+        pool: &'a Pool,
+        calibration: &'a Calibration,
+        embedding: &Rows,
+    ) -> Self {
+        let tokens: Vec<u32> = calibration.sequences.iter().flatten().copied().collect();
+        let mut x = vec![0.0; tokens.len() * config.hidden_size];
+        embedding.gather(pool, config.hidden_size, &tokens, &mut x);
+        Self {
+            config,
+            plan,
+            pool,
+            calibration,
+            x,
+            attended: vec![0.0; tokens.len() * config.q_width()],
+            workspace: Workspace::new(config, pool.threads(), CHUNK, 1),
+            kv: KvCache::new(plan.kv, 1, config.num_kv_heads, config.head_dim, CHUNK.div_ceil(16)),
+            rope: RopeTable::new(config.head_dim, config.rope_theta, CHUNK),
+            counts: ExpertCounts::new(config),
+        }
+    }
+
+    /// Loads and quantises one layer, and takes the sample through it.
+    pub(crate) fn layer(&mut self, loader: &mut Loader<'_>, layer: usize) -> Result<Layer, WeightsError> {
+        let names = LayerNames::new(layer);
+        let input_norm = loader.vector(&names.input_norm())?;
+        let left = loader.norm_left(input_norm.clone());
+        let attention = self.attention(loader, &input_norm, &left, &names)?;
+        let post_norm = loader.vector(&names.post_norm())?;
+        let post_left = loader.norm_left(post_norm.clone());
+        let feed_forward = match &self.config.moe {
+            Some(moe) if self.config.is_moe_layer(layer) => {
+                FeedForward::Moe(Box::new(self.experts(loader, moe, &post_norm, &post_left, layer)?))
+            }
+            _ => FeedForward::Dense(self.mlp(loader, &post_norm, &post_left, &names)?),
+        };
+        Ok(Layer { input_norm: left, attention, post_norm: post_left, feed_forward })
+    }
+
+    fn attention(
+        &mut self,
+        loader: &mut Loader<'_>,
+        norm: &[f32],
+        left: &[f32],
+        names: &LayerNames,
+    ) -> Result<AttentionBlock, WeightsError> {
+        let inputs = self.normed_gram(left).compensation(self.pool);
+        let (q, k, v) = (names.attention("q"), names.attention("k"), names.attention("v"));
+        let side = Side::Reads(norm);
+        let qkv = loader.matrix_for(self.plan.linear, Arrange::Concat, side, &[&q, &k, &v], inputs.as_ref())?;
+        self.attend(&qkv, left);
+
+        let width = self.config.q_width();
+        let mut gram = Gram::new(width);
+        gram.add(self.pool, &self.attended);
+        let inputs = gram.compensation(self.pool);
+        let name = names.attention("o");
+        let out = loader.matrix_for(self.plan.linear, Arrange::Concat, Side::Writes, &[&name], inputs.as_ref())?;
+        let hidden = self.config.hidden_size;
+        let acts = &mut self.workspace.acts;
+        for (x, attended) in self.x.chunks_mut(CHUNK * hidden).zip(self.attended.chunks(CHUNK * width)) {
+            acts.convert(self.pool, out.act_kind(), attended.len() / width, width, attended);
+            gemm(self.pool, acts, &out, Out::Add(x));
+        }
+        Ok(AttentionBlock { qkv, out })
+    }
+
+    /// Gram matrix of the stream under the norm, for all tokens.
+    fn normed_gram(&mut self, norm: &[f32]) -> Gram {
+        let hidden = self.config.hidden_size;
+        let mut gram = Gram::new(hidden);
+        let mut normed = vec![0.0; CHUNK * hidden];
+        for x in self.x.chunks(CHUNK * hidden) {
+            let normed = &mut normed[..x.len()];
+            norm_rows(self.pool, &mut self.workspace.acts, x, norm, self.config.rms_norm_eps, normed);
+            gram.add(self.pool, normed);
+        }
+        gram
+    }
+
+    /// Attention of every sequence, into `attended`.
+    fn attend(&mut self, qkv: &Matrix, norm: &[f32]) {
+        let (hidden, width, eps) = (self.config.hidden_size, self.config.q_width(), self.config.rms_norm_eps);
+        let positions: Vec<u32> = (0..CHUNK as u32).collect();
+        let Workspace { acts, qkv: projected, attention: scratch, .. } = &mut self.workspace;
+        let mut first = 0;
+        for sequence in &self.calibration.sequences {
+            let rows = sequence.len();
+            let x = &self.x[first * hidden..(first + rows) * hidden];
+            acts.rmsnorm(self.pool, qkv.act_kind(), rows, hidden, x, norm, eps, None);
+            let projected = &mut projected[..rows * qkv_width(self.config)];
+            gemm(self.pool, acts, qkv, Out::Store(projected));
+            let slots = &positions[..rows];
+            let heads = self.config.num_heads;
+            rope_append(self.pool, &mut self.kv, 0, projected, slots, slots, &self.rope, scratch, heads);
+            let span = Span {
+                token_start: 0,
+                token_len: rows as u32,
+                context_len: rows as u32,
+                table_start: 0,
+                table_len: rows.div_ceil(16) as u32,
+            };
+            let out = &mut self.attended[first * width..(first + rows) * width];
+            attention(self.pool, &self.kv, 0, &[span], &positions[..rows.div_ceil(16)], scratch, out);
+            first += rows;
+        }
+    }
+
+    fn mlp(
+        &mut self,
+        loader: &mut Loader<'_>,
+        norm: &[f32],
+        left: &[f32],
+        names: &LayerNames,
+    ) -> Result<Mlp, WeightsError> {
+        let inputs = self.normed_gram(left).compensation(self.pool);
+        let forms = (self.plan.linear, self.plan.down);
+        let mlp = self.one_mlp(loader, forms, norm, left, &names.mlp(), inputs.as_ref())?;
+        let (hidden, eps) = (self.config.hidden_size, self.config.rms_norm_eps);
+        let Workspace { acts, inner, .. } = &mut self.workspace;
+        for x in self.x.chunks_mut(CHUNK * hidden) {
+            acts.rmsnorm(self.pool, mlp.gate_up.act_kind(), x.len() / hidden, hidden, x, left, eps, None);
+            mlp.forward(self.pool, acts, inner, x, &mut ());
+        }
+        Ok(mlp)
+    }
+
+    /// An MLP that all tokens go through. `inputs` is about the tokens in front of it.
+    fn one_mlp(
+        &mut self,
+        loader: &mut Loader<'_>,
+        (gate_up, down): (Form, Form),
+        norm: &[f32],
+        left: &[f32],
+        prefix: &str,
+        inputs: Option<&Compensation>,
+    ) -> Result<Mlp, WeightsError> {
+        let (gate, up) = (linear(prefix, "gate"), linear(prefix, "up"));
+        let gate_up = loader.matrix_for(gate_up, Arrange::GateUp, Side::Reads(norm), &[&gate, &up], inputs)?;
+        let (hidden, eps) = (self.config.hidden_size, self.config.rms_norm_eps);
+        let mut gram = Gram::new(gate_up.n() / 2);
+        let Workspace { acts, inner, .. } = &mut self.workspace;
+        for x in self.x.chunks(CHUNK * hidden) {
+            acts.rmsnorm(self.pool, gate_up.act_kind(), x.len() / hidden, hidden, x, left, eps, None);
+            gemm(self.pool, acts, &gate_up, Out::SiluMul { acts: inner, kind: ActKind::F32 });
+            gram.add(self.pool, &inner.values());
+        }
+        let inputs = gram.compensation(self.pool);
+        let name = linear(prefix, "down");
+        let down = loader.matrix_for(down, Arrange::Concat, Side::Writes, &[&name], inputs.as_ref())?;
+        Ok(Mlp { gate_up, down })
+    }
+
+    fn experts(
+        &mut self,
+        loader: &mut Loader<'_>,
+        config: &MoeConfig,
+        norm: &[f32],
+        left: &[f32],
+        layer: usize,
+    ) -> Result<MoeBlock, WeightsError> {
+        let names = LayerNames::new(layer);
+        let (hidden, eps) = (self.config.hidden_size, self.config.rms_norm_eps);
+        // Any expert may be sent any token: all share one picture of their inputs.
+        let inputs = self.normed_gram(left).compensation(self.pool);
+        let gate = loader.reader(&names.router(), norm)?;
+        let bias = loader.vector(&names.router_bias())?;
+        let mut normed = vec![0.0; self.x.len()];
+        norm_rows(self.pool, &mut self.workspace.acts, &self.x, left, eps, &mut normed);
+        let chosen = self.route(&normed, &gate, &bias, config);
+        let (mut gate_up, mut down) = (Vec::new(), Vec::new());
+        for (expert, rows) in chosen.iter().enumerate() {
+            let prefix = names.expert(expert);
+            let pair = (linear(&prefix, "gate"), linear(&prefix, "up"));
+            let side = Side::Reads(norm);
+            let first =
+                loader.matrix_for(self.plan.experts, Arrange::GateUp, side, &[&pair.0, &pair.1], inputs.as_ref())?;
+            let mut gram = Gram::new(config.intermediate_size);
+            let Workspace { acts, .. } = &mut self.workspace;
+            let mut inner = Acts::new(CHUNK, config.intermediate_size);
+            for rows in rows.chunks(CHUNK) {
+                acts.gather(self.pool, first.act_kind(), hidden, &normed, rows);
+                gemm(self.pool, acts, &first, Out::SiluMul { acts: &mut inner, kind: ActKind::F32 });
+                gram.add(self.pool, &inner.values());
+            }
+            let seen = gram.compensation(self.pool);
+            let name = linear(&prefix, "down");
+            let form = self.plan.experts_down;
+            down.push(loader.matrix_for(form, Arrange::Concat, Side::Writes, &[&name], seen.as_ref())?);
+            gate_up.push(first);
+        }
+        drop(normed);
+        let shared = match config.num_shared_experts {
+            0 => None,
+            _ => {
+                let forms = (self.plan.linear, self.plan.down);
+                Some(self.one_mlp(loader, forms, norm, left, &names.shared_experts(), inputs.as_ref())?)
+            }
+        };
+        let block = MoeBlock { gate, bias, norm_min: config.norm_min, gate_up, down, shared };
+        let Workspace { acts, inner, moe, normed, .. } = &mut self.workspace;
+        let moe = moe.as_mut().expect("a model with MoE layers has a MoE workspace");
+        for x in self.x.chunks_mut(CHUNK * hidden) {
+            let rows = x.len() / hidden;
+            let normed = &mut normed[..x.len()];
+            acts.rmsnorm(self.pool, block.act_kind(), rows, hidden, x, left, eps, Some(&mut *normed));
+            let input = MoeInput { rows, normed, acts };
+            block.forward(self.pool, &input, moe, inner, x, &mut self.counts, layer, &mut ());
+        }
+        Ok(block)
+    }
+
+    /// Which tokens each expert is sent.
+    fn route(&mut self, normed: &[f32], gate: &[f32], bias: &[f32], config: &MoeConfig) -> Vec<Vec<u32>> {
+        let hidden = self.config.hidden_size;
+        let mut chosen = vec![Vec::new(); config.num_experts];
+        let routing = &mut self.workspace.moe.as_mut().expect("a model with MoE layers has a MoE workspace").routing;
+        for (chunk, normed) in normed.chunks(CHUNK * hidden).enumerate() {
+            let rows = normed.len() / hidden;
+            route(self.pool, rows, normed, gate, bias, config.norm_min, routing);
+            for (choice, &expert) in routing.experts[..rows * routing.top_k].iter().enumerate() {
+                chosen[expert as usize].push((chunk * CHUNK + choice / routing.top_k) as u32);
+            }
+        }
+        chosen
+    }
+}
+
+/// RMS norm of rows of `norm.len()` values, in f32.
+fn norm_rows(pool: &Pool, acts: &mut Acts, x: &[f32], norm: &[f32], eps: f32, out: &mut [f32]) {
+    let hidden = norm.len();
+    for (x, out) in x.chunks(CHUNK * hidden).zip(out.chunks_mut(CHUNK * hidden)) {
+        acts.rmsnorm(pool, ActKind::F32, x.len() / hidden, hidden, x, norm, eps, Some(out));
+    }
+}
