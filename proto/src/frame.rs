@@ -46,6 +46,9 @@ pub fn read<T: DeserializeOwned>(from: &mut impl Read, buffer: &mut Vec<u8>) -> 
     if length > FRAME_BYTES_MAX {
         return Err(FrameError::TooLong(length));
     }
+    // Exactly: growing by doubling would go beyond the limit that the length was just held against.
+    buffer.clear();
+    buffer.reserve_exact(length);
     buffer.resize(length, 0);
     from.read_exact(buffer).map_err(closed_or_io)?;
     decode(buffer)

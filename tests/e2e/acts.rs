@@ -42,7 +42,7 @@ async fn answers(socket: &Path) -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn acts_survive_kills_of_the_daemon_with_an_unbroken_chain() -> Result<()> {
     let wanted = number("ERNIED_TEST_ACTS", ACTS);
-    let mut seed = number("ERNIED_TEST_SEED", u64::from(std::process::id()));
+    let mut seed = number("ERNIED_TEST_SEED", 1);
     println!("seed {seed}");
     let mut daemon = TestDaemon::spawn(DaemonOptions::default().flags(&["--log-level", "error"])).await?;
     answers(&daemon.socket).await?;

@@ -79,7 +79,7 @@ fn mutate(body: &mut Value, random: &mut StdRng) {
 async fn mutated_bodies_and_paths_are_refused_in_shape_and_the_daemon_goes_on() {
     let number = |name: &str| std::env::var(name).ok().and_then(|v| v.parse().ok());
     let time = Duration::from_secs(number("ERNIED_FUZZ_SECONDS").unwrap_or(2));
-    let seed = number("ERNIED_FUZZ_SEED").unwrap_or_else(|| u64::from(std::process::id()));
+    let seed = number("ERNIED_FUZZ_SEED").unwrap_or(1);
     println!("seed {seed}");
     let mut random = StdRng::seed_from_u64(seed);
     let house = House::open().await;
