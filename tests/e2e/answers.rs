@@ -1,7 +1,7 @@
 //! What the demo model says through the API: its own questions word for word, streamed and not.
 
 use anyhow::Result;
-use ernied_tests::{Client, TestDaemon, questions};
+use ernied_tests::{Client, DaemonOptions, TestDaemon, questions};
 use futures::StreamExt;
 use serde_json::{Value, json};
 
@@ -12,9 +12,8 @@ async fn ask(client: &Client, messages: &[Value]) -> Result<String> {
     Ok(response.json()?["choices"][0]["message"]["content"].as_str().unwrap_or_default().to_owned())
 }
 
-#[tokio::test(flavor = "multi_thread")]
-async fn the_demo_model_answers_its_own_questions_word_for_word() -> Result<()> {
-    let daemon = TestDaemon::demo().await?;
+/// Asks the demo model all its own questions; returns how many there are, and those answered otherwise.
+async fn ask_everything(daemon: &TestDaemon) -> Result<(usize, Vec<(String, String, String)>)> {
     let client = daemon.client();
     let questions = questions()?;
     assert!(questions.len() >= 200, "{} questions", questions.len());
@@ -35,8 +34,25 @@ async fn the_demo_model_answers_its_own_questions_word_for_word() -> Result<()> 
         .await
         .into_iter()
         .collect::<Result<_>>()?;
-    let wrong: Vec<_> = answers.iter().filter(|(_, expected, got)| expected != got).collect();
-    assert!(wrong.is_empty(), "{} of {} wrong: {wrong:#?}", wrong.len(), answers.len());
+    let asked = answers.len();
+    Ok((asked, answers.into_iter().filter(|(_, expected, got)| expected != got).collect()))
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn the_demo_model_answers_its_own_questions_word_for_word() -> Result<()> {
+    let (asked, wrong) = ask_everything(&TestDaemon::demo().await?).await?;
+    assert!(wrong.is_empty(), "{} of {asked} wrong: {wrong:#?}", wrong.len());
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn quantized_the_demo_model_still_knows_its_answers() -> Result<()> {
+    for (kind, wrong_max) in [("int8", 0.0), ("int4", 0.02)] {
+        let daemon = TestDaemon::start(DaemonOptions::default().flags(&["--quantization", kind])).await?;
+        let (asked, wrong) = ask_everything(&daemon).await?;
+        println!("{kind}: {} of {asked} answers differ", wrong.len());
+        assert!(wrong.len() as f64 <= wrong_max * asked as f64, "{kind}: {} of {asked} wrong: {wrong:#?}", wrong.len());
+    }
     Ok(())
 }
 
