@@ -53,6 +53,7 @@ impl Scene {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+#[ignore = "takes minutes and a quiet machine: cargo test -p ernied-tests --test e2e -- --ignored every_alert"]
 async fn every_alert_fires_when_its_condition_is_caused() -> Result<()> {
     let tools = match Tools::find().await {
         Ok(tools) => tools,

@@ -199,12 +199,9 @@ async fn a_stopped_worker_under_load_is_seen_by_everything_that_looks() -> Resul
     }
     story.lines.extend(health.borrow().iter().map(|(at, said)| (*at, "health", said.clone())));
     story.lines.sort_by(|a, b| a.0.total_cmp(&b.0));
-    for (who, part) in [
-        ("metrics: stalls", " 1"),
-        ("metrics: restarts", " 1"),
-        ("log", "worker lost"),
-        ("health", "200 OK"),
-    ] {
+    for (who, part) in
+        [("metrics: stalls", " 1"), ("metrics: restarts", " 1"), ("log", "worker lost"), ("health", "200 OK")]
+    {
         ensure!(story.said(who, part), "{who} never said {part:?}: {:#?}", story.lines);
     }
     let path = flight(&daemon).await?;

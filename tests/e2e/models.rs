@@ -225,7 +225,7 @@ async fn a_prepared_model_answers_like_the_one_it_was_made_of() -> Result<()> {
 
     let options = DaemonOptions { model: Some(dir.clone()), ..DaemonOptions::default() };
     let daemon = TestDaemon::start(options.flags(&["--served-model-name", "ernie"])).await?;
-    let body = json!({"prompt": "User: Hello\nAssistant: ", "max_tokens": 64, "ignore_eos": true, "logprobs": 1});
+    let body = json!({"prompt": "User: Hello\nAssistant: ", "max_tokens": 64, "ignore_eos": true, "logprobs": 1, "temperature": 0});
     let answer = || async {
         let answer = daemon.client().post("/v1/completions", &body).await?.json()?;
         anyhow::Ok((answer["choices"][0].clone(), answer["system_fingerprint"].clone()))

@@ -126,6 +126,11 @@ impl Prometheus {
             ensure!(tokio::time::Instant::now() < deadline, "prometheus is not ready after {START_PATIENCE:?}");
             tokio::time::sleep(Duration::from_millis(50)).await;
         }
+        // The first scrape comes some five seconds after the start. What rises before it is no rise to Prometheus.
+        while prometheus.query("up").await?.len() < targets.len() {
+            ensure!(tokio::time::Instant::now() < deadline, "prometheus scrapes nothing after {START_PATIENCE:?}");
+            tokio::time::sleep(Duration::from_millis(50)).await;
+        }
         Ok(prometheus)
     }
 
