@@ -5,7 +5,7 @@
 
 use crate::isa::Isa;
 use crate::memory::AlignedBuf;
-use crate::table::{Form, KernelTable, SUM_BLOCK};
+use crate::table::{Form, KernelTable, MAX_TILE_ROWS, SUM_BLOCK};
 use crate::threads::{Pool, SharedMut};
 
 /// What activations are converted to. `Matrix::act_kind` says what a matrix wants.
@@ -87,7 +87,8 @@ impl Acts {
             form: Form::F32,
             rows: 0,
             k: 0,
-            data: AlignedBuf::zeroed(max_rows * row_bytes_max(max_k)),
+            // Tile kernels may read (not use) whole tiles of rows behind the last one.
+            data: AlignedBuf::zeroed(max_rows * row_bytes_max(max_k) + MAX_TILE_ROWS * row_stride(Form::Bf16, max_k)),
             scales: AlignedBuf::zeroed(max_rows * max_k.div_ceil(128).max(1)),
             sums: AlignedBuf::zeroed(max_rows * (max_k / SUM_BLOCK + 1)),
             staging: AlignedBuf::zeroed(max_rows * max_k),

@@ -33,7 +33,7 @@ macro_rules! by_level {
             fn avx2($($arg: $type),*) $(-> $out)? { $f($($arg),*) }
             match Isa::selected() {
                 // SAFETY: the selected level is available.
-                Isa::Avx512 | Isa::Avx512Bf16 => unsafe { avx512($($arg),*) },
+                Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => unsafe { avx512($($arg),*) },
                 // SAFETY: as above.
                 Isa::Avx2 | Isa::AvxVnni => unsafe { avx2($($arg),*) },
                 _ => $f($($arg),*),

@@ -10,7 +10,7 @@ use crate::table::{KernelTable, PANEL, SEGMENT};
 use crate::threads::SharedMut;
 
 /// Rows whose running maxima a job keeps on its stack before it merges them.
-pub(crate) const ARGMAX_ROWS: usize = 64;
+pub(crate) const ARGMAX_ROWS: usize = 256;
 
 /// Where tiles go.
 pub(crate) enum Sink<'a> {

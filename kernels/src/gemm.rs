@@ -30,10 +30,6 @@ pub enum Out<'a> {
     ArgMax(&'a mut [(u32, f32)]),
 }
 
-/// Activation bytes of a row block: with a panel they should fit half of a small L2.
-const BLOCK_BYTES: usize = 256 << 10;
-/// From this many rows on computing a panel takes as long as reading the next, which is then prefetched.
-const PREFETCH_ROWS_MIN: usize = 4;
 /// Multiplications below which waking a second thread costs more than it saves.
 const PARALLEL_PRODUCTS: usize = 64 * 1024;
 /// Jobs per thread: enough to even out, few enough to keep panels together.
@@ -125,24 +121,32 @@ pub(crate) unsafe fn run_panels(acts: &Acts, rows: Range<usize>, w: &Matrix, pan
     let kernels = kernels(table, w);
     let view = acts.view();
     let tile_rows_max = kernels.by_rows.len();
-    let block_rows = (BLOCK_BYTES / view.stride / tile_rows_max).max(1) * tile_rows_max;
+    let step = kernels.row_step;
+    let block_rows = (kernels.block_bytes / view.stride / tile_rows_max).max(1) * tile_rows_max;
     let block_rows = block_rows.min(ARGMAX_ROWS / tile_rows_max * tile_rows_max);
     let mut buf = TileBuf([[0.0; PANEL]; MAX_TILE_ROWS]);
     let mut running = Running::new();
     let mut block_start = rows.start;
     while block_start < rows.end {
-        let block = block_rows_of(rows.end - block_start, block_rows);
+        let block = block_rows_of(rows.end - block_start, block_rows, step);
         let tiles = if block >= kernels.split_from { 2 } else { 1 }.max(block.div_ceil(tile_rows_max));
-        let pace = block >= PREFETCH_ROWS_MIN;
+        let steps = block.div_ceil(step);
+        let pace = block >= kernels.prefetch_from;
+        if let Some(around) = kernels.around {
+            // SAFETY: the level is available: the acts were made for it.
+            unsafe { (around.enter)(block, w.group().min(view.scale_group)) };
+        }
         for panel in panels.clone() {
             let weights = w.panel(panel);
             let next = if pace && panel + 1 < panels.end { w.panel(panel + 1).data } else { &[] };
             let share = next.len().div_ceil(tiles).next_multiple_of(64);
             let mut row = block_start;
             for tile in 0..tiles {
-                let count = block / tiles + usize::from(tile < block % tiles);
+                let share_steps = steps / tiles + usize::from(tile < steps % tiles);
+                let count = (share_steps * step).min(block_start + block - row);
                 let prefetch = &next[(tile * share).min(next.len())..((tile + 1) * share).min(next.len())];
                 let args = Tile {
+                    rows: count,
                     a: view.data[row * view.stride..].as_ptr(),
                     a_stride: view.stride,
                     a_wide: view.wide,
@@ -171,6 +175,10 @@ pub(crate) unsafe fn run_panels(acts: &Acts, rows: Range<usize>, w: &Matrix, pan
                 row += count;
             }
         }
+        if let Some(around) = kernels.around {
+            // SAFETY: as `enter`.
+            unsafe { (around.leave)() };
+        }
         if let Sink::ArgMax { .. } = sink {
             sink.merge(block_start, block, &running);
             running = Running::new();
@@ -179,7 +187,7 @@ pub(crate) unsafe fn run_panels(acts: &Acts, rows: Range<usize>, w: &Matrix, pan
     }
 }
 
-/// Rows of the next block: all that are left when they nearly fit, else an even share.
-fn block_rows_of(left: usize, max: usize) -> usize {
-    left.div_ceil(left.div_ceil(max))
+/// Rows of the next block: all that are left when they nearly fit, else an even share, in whole steps.
+fn block_rows_of(left: usize, max: usize, step: usize) -> usize {
+    left.div_ceil(left.div_ceil(max)).next_multiple_of(step).min(left)
 }

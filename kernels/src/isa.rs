@@ -23,13 +23,16 @@ pub enum Isa {
     Avx512,
     /// `Avx512` with bf16 dot products.
     Avx512Bf16,
+    /// `Avx512Bf16` with AMX tiles for bf16 and 8-bit products.
+    Amx,
     /// 64-bit Arm with Advanced SIMD.
     Neon,
 }
 
 impl Isa {
     /// All levels, weakest first.
-    pub const ALL: [Isa; 6] = [Isa::Scalar, Isa::Avx2, Isa::AvxVnni, Isa::Avx512, Isa::Avx512Bf16, Isa::Neon];
+    pub const ALL: [Isa; 7] =
+        [Isa::Scalar, Isa::Avx2, Isa::AvxVnni, Isa::Avx512, Isa::Avx512Bf16, Isa::Amx, Isa::Neon];
 
     /// The best level of this CPU.
     pub fn detect() -> Isa {
@@ -55,6 +58,7 @@ impl Isa {
             Isa::AvxVnni => avx2() && is_x86_feature_detected!("avxvnni"),
             Isa::Avx512 => avx512(),
             Isa::Avx512Bf16 => avx512() && is_x86_feature_detected!("avx512bf16"),
+            Isa::Amx => Isa::Avx512Bf16.available() && crate::x86_64::amx::available(),
             Isa::Neon => false,
         }
     }
@@ -106,6 +110,7 @@ impl Isa {
             Isa::AvxVnni => "avx-vnni",
             Isa::Avx512 => "avx512",
             Isa::Avx512Bf16 => "avx512-bf16",
+            Isa::Amx => "amx",
             Isa::Neon => "neon",
         }
     }

@@ -52,7 +52,7 @@ impl ScanKernels {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 | Isa::AvxVnni => &crate::x86_64::avx2::scan::KERNELS,
             #[cfg(target_arch = "x86_64")]
-            Isa::Avx512 | Isa::Avx512Bf16 => &crate::x86_64::avx512::scan::KERNELS,
+            Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => &crate::x86_64::avx512::scan::KERNELS,
             _ => &crate::reference::scan::KERNELS,
         }
     }

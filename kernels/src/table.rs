@@ -11,7 +11,7 @@ pub(crate) const PANEL: usize = 32;
 /// Columns that one SiLU segment holds: a panel of a gate/up matrix is 16 gate columns, then their 16 up columns.
 pub(crate) const SEGMENT: usize = 16;
 /// Rows of the largest register tile of any level.
-pub(crate) const MAX_TILE_ROWS: usize = 14;
+pub(crate) const MAX_TILE_ROWS: usize = 32;
 /// Granularity of the activation sums: weight groups are multiples of it.
 pub(crate) const SUM_BLOCK: usize = 32;
 
@@ -28,6 +28,8 @@ pub(crate) enum Form {
 /// Arguments of a tile kernel. Pointers are valid for what the fields say; `gemm.rs` derives them from checked slices.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Tile {
+    /// Rows of the tile. Kernels made for one number know it already.
+    pub(crate) rows: usize,
     /// First activation row of the tile; following rows every `a_stride` bytes.
     pub(crate) a: *const u8,
     pub(crate) a_stride: usize,
@@ -71,6 +73,36 @@ pub(crate) struct TileKernels {
     pub(crate) by_rows: &'static [TileFn],
     /// Use two tiles rather than one from this many rows on, so that the next panel can be fetched during the second.
     pub(crate) split_from: usize,
+    /// Rows that a tile takes for the price of one: rows are shared out in multiples of it.
+    pub(crate) row_step: usize,
+    /// From this many rows on computing a panel takes as long as reading the next, which is then prefetched.
+    pub(crate) prefetch_from: usize,
+    /// Activation bytes of a row block: with a panel they should fit half of the level's smallest L2.
+    pub(crate) block_bytes: usize,
+    /// What to set up around the tiles of a block, if anything.
+    pub(crate) around: Option<Around>,
+}
+
+impl TileKernels {
+    /// Kernels of vector levels: no set-up, any number of rows.
+    pub(crate) const fn vectors(by_rows: &'static [TileFn], split_from: usize) -> TileKernels {
+        TileKernels { by_rows, split_from, row_step: 1, prefetch_from: 4, block_bytes: 256 << 10, around: None }
+    }
+}
+
+/// State that tile kernels need in the core while they run.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Around {
+    /// Sets up for a block of `rows` rows where `stretch` values of K share their scales on both sides.
+    ///
+    /// # Safety
+    /// The CPU has the level's instructions.
+    pub(crate) enter: unsafe fn(rows: usize, stretch: usize),
+    /// Ends what `enter` began.
+    ///
+    /// # Safety
+    /// As `enter`.
+    pub(crate) leave: unsafe fn(),
 }
 
 /// See `RowKernels::to_i8`.
@@ -150,6 +182,8 @@ impl KernelTable {
             Isa::Avx512 => &crate::x86_64::avx512::gemm::AVX512,
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512Bf16 => &crate::x86_64::avx512::gemm::AVX512_BF16,
+            #[cfg(target_arch = "x86_64")]
+            Isa::Amx => &crate::x86_64::amx::gemm::AMX,
             _ => &crate::reference::TABLE,
         }
     }

@@ -43,7 +43,7 @@ macro_rules! wide_kernels {
     };
     (@rows $f:ident, $split:expr, [$($rows:literal)*]) => {{
         const TABLE: &[TileFn] = &[$($f::<$rows>),*];
-        TileKernels { by_rows: TABLE, split_from: $split }
+        TileKernels::vectors(TABLE, $split)
     }};
 }
 

@@ -89,11 +89,11 @@ impl AttentionKernels {
             #[cfg(target_arch = "x86_64")]
             (Isa::Avx2 | Isa::AvxVnni, KvKind::Bf16) => &avx2::attention::BF16,
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx512 | Isa::Avx512Bf16, KvKind::F32) => &avx512::attention::F32,
+            (Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx, KvKind::F32) => &avx512::attention::F32,
             #[cfg(target_arch = "x86_64")]
             (Isa::Avx512, KvKind::Bf16) => &avx512::attention::WIDENED,
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx512Bf16, KvKind::Bf16) => &avx512::attention::BF16,
+            (Isa::Avx512Bf16 | Isa::Amx, KvKind::Bf16) => &avx512::attention::BF16,
             (_, KvKind::F32) => &reference::attention::F32,
             (_, KvKind::Bf16) => &reference::attention::BF16,
         }

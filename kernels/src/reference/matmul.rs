@@ -10,7 +10,7 @@ const ROWS: usize = 4;
 macro_rules! by_rows {
     ($name:ident) => {{
         const TABLE: [TileFn; ROWS] = [$name::<1>, $name::<2>, $name::<3>, $name::<4>];
-        TileKernels { by_rows: &TABLE, split_from: usize::MAX }
+        TileKernels::vectors(&TABLE, usize::MAX)
     }};
 }
 

@@ -22,12 +22,12 @@ use simd::{Avx2, AvxVnni};
 macro_rules! by_rows {
     ($name:ident, $split:expr, four) => {{
         const TABLE: [TileFn; 4] = [$name::<1, 4>, $name::<2, 4>, $name::<3, 2>, $name::<4, 2>];
-        TileKernels { by_rows: &TABLE, split_from: $split }
+        TileKernels::vectors(&TABLE, $split)
     }};
     ($name:ident, $split:expr) => {{
         const TABLE: [TileFn; 6] =
             [$name::<1, 4>, $name::<2, 4>, $name::<3, 4>, $name::<4, 2>, $name::<5, 2>, $name::<6, 2>];
-        TileKernels { by_rows: &TABLE, split_from: $split }
+        TileKernels::vectors(&TABLE, $split)
     }};
 }
 

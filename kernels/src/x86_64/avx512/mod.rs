@@ -5,4 +5,4 @@ pub(crate) mod gemm;
 mod lanes;
 mod peaks;
 pub(crate) mod scan;
-mod simd;
+pub(crate) mod simd;

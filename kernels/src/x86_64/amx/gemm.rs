@@ -1,0 +1,393 @@
+//! GEMM kernels of the AMX level: up to 32 rows by one panel of 32 columns, four sums of 16x16.
+//!
+//! bf16 always goes through the tile unit, for one row as for many. 8-bit codes may take either way: integer sums are exact,
+//! and what is done with them afterwards is the same sequence of operations, so both ways have the portable level's bits.
+
+use std::arch::asm;
+use std::arch::x86_64::*;
+
+use super::{TileShapes, configure, release};
+use crate::isa::Isa;
+use crate::simd::Simd;
+use crate::table::{Around, KernelTable, PANEL, PeakKernels, SUM_BLOCK, Tile, TileFn, TileKernels};
+use crate::tiles::Pace;
+use crate::x86_64::avx512::gemm::AVX512_BF16;
+use crate::x86_64::avx512::simd::Avx512Bf16;
+
+/// Rows of one tile register.
+const TILE_ROWS: usize = 16;
+/// Rows of the largest tile: two registers.
+const ROWS_MAX: usize = 2 * TILE_ROWS;
+/// Bytes of a row of a panel: 32 columns of four bytes.
+const PANEL_ROW: usize = 4 * PANEL;
+/// Activations of a block: half of the 2 MiB of L2 that every CPU with AMX has.
+const BLOCK_BYTES: usize = 1 << 20;
+/// Up to so many rows vector dot products are as fast where sums are scaled every few values of K.
+const VECTOR_ROWS: usize = 4;
+
+const BF16: [TileFn; ROWS_MAX] = [bf16; ROWS_MAX];
+const BYTES: [TileFn; ROWS_MAX] = [codes::<8>; ROWS_MAX];
+const NIBBLES: [TileFn; ROWS_MAX] = [codes::<4>; ROWS_MAX];
+
+pub(crate) static AMX: KernelTable = KernelTable {
+    isa: Isa::Amx,
+    bf16: tiles(&BF16, enter_bf16),
+    i8_row: tiles(&BYTES, enter_codes),
+    i8_group: tiles(&BYTES, enter_codes),
+    i4: tiles(&NIBBLES, enter_codes),
+    peaks: PeakKernels { bf16: peak_bf16, int8: peak_int8, int4: peak_int8, ..AVX512_BF16.peaks },
+    ..AVX512_BF16
+};
+
+const fn tiles(by_rows: &'static [TileFn], enter: unsafe fn(usize, usize)) -> TileKernels {
+    TileKernels {
+        by_rows,
+        split_from: usize::MAX,
+        row_step: TILE_ROWS,
+        prefetch_from: 4,
+        block_bytes: BLOCK_BYTES,
+        around: Some(Around { enter, leave: release }),
+    }
+}
+
+// Tiles of a block have all its rows, or 16: those behind the last row are then computed for nothing.
+
+unsafe fn enter_bf16(rows: usize, _: usize) {
+    // SAFETY: the level is available.
+    unsafe { configure(TileShapes { rows: rows.min(TILE_ROWS), depth: 64 }) };
+}
+
+unsafe fn enter_codes(rows: usize, stretch: usize) {
+    // SAFETY: the level is available.
+    unsafe { configure(TileShapes { rows: rows.min(TILE_ROWS), depth: depth_of(stretch) }) };
+}
+
+/// Bytes of K in a step of codes.
+fn depth_of(stretch: usize) -> usize {
+    if stretch == 32 { 32 } else { 64 }
+}
+
+/// How two operands are multiplied.
+trait Product {
+    /// `sums[i][j] += first[i] x second[j]` for the tiles of the given rows.
+    ///
+    /// # Safety
+    /// Tiles are configured; `a` has the rows, `b` a panel row per four bytes of a step.
+    unsafe fn step<const TWO: bool>(a: *const u8, a_stride: usize, b: *const u8);
+}
+
+macro_rules! product {
+    ($name:ident, $instruction:literal) => {
+        struct $name;
+
+        impl Product for $name {
+            #[inline(always)]
+            unsafe fn step<const TWO: bool>(a: *const u8, a_stride: usize, b: *const u8) {
+                // SAFETY: the caller's contract; only tile registers change, which nothing else uses.
+                unsafe {
+                    if TWO {
+                        asm!(
+                            "tileloadd tmm4, [{a} + {a_stride}*1]",
+                            "tileloadd tmm6, [{b} + {b_stride}*1]",
+                            concat!($instruction, " tmm0, tmm4, tmm6"),
+                            "tileloadd tmm7, [{b} + {b_stride}*1 + 64]",
+                            concat!($instruction, " tmm1, tmm4, tmm7"),
+                            "tileloadd tmm5, [{a2} + {a_stride}*1]",
+                            concat!($instruction, " tmm2, tmm5, tmm6"),
+                            concat!($instruction, " tmm3, tmm5, tmm7"),
+                            a = in(reg) a,
+                            a2 = in(reg) a.wrapping_add(TILE_ROWS * a_stride),
+                            a_stride = in(reg) a_stride,
+                            b = in(reg) b,
+                            b_stride = in(reg) PANEL_ROW,
+                            options(nostack, preserves_flags, readonly)
+                        );
+                    } else {
+                        asm!(
+                            "tileloadd tmm4, [{a} + {a_stride}*1]",
+                            "tileloadd tmm6, [{b} + {b_stride}*1]",
+                            concat!($instruction, " tmm0, tmm4, tmm6"),
+                            "tileloadd tmm7, [{b} + {b_stride}*1 + 64]",
+                            concat!($instruction, " tmm1, tmm4, tmm7"),
+                            a = in(reg) a,
+                            a_stride = in(reg) a_stride,
+                            b = in(reg) b,
+                            b_stride = in(reg) PANEL_ROW,
+                            options(nostack, preserves_flags, readonly)
+                        );
+                    }
+                }
+            }
+        }
+    };
+}
+
+product!(Brain, "tdpbf16ps");
+// Activations are signed, codes are not.
+product!(Codes, "tdpbsud");
+
+/// Sets the sums to zero.
+#[inline(always)]
+unsafe fn zero() {
+    // SAFETY: tiles are configured.
+    unsafe {
+        asm!(
+            "tilezero tmm0",
+            "tilezero tmm1",
+            "tilezero tmm2",
+            "tilezero tmm3",
+            options(nostack, nomem, preserves_flags)
+        );
+    }
+}
+
+/// Writes the sums to `[16 or 32][PANEL]` four-byte values.
+#[inline(always)]
+unsafe fn store<const TWO: bool>(to: *mut u8) {
+    // SAFETY: the caller has room for all rows of the tiles.
+    unsafe {
+        asm!(
+            "tilestored [{to} + {stride}*1], tmm0",
+            "tilestored [{to} + {stride}*1 + 64], tmm1",
+            to = in(reg) to,
+            stride = in(reg) PANEL_ROW,
+            options(nostack, preserves_flags)
+        );
+        if TWO {
+            asm!(
+                "tilestored [{to} + {stride}*1], tmm2",
+                "tilestored [{to} + {stride}*1 + 64], tmm3",
+                to = in(reg) to.add(TILE_ROWS * PANEL_ROW),
+                stride = in(reg) PANEL_ROW,
+                options(nostack, preserves_flags)
+            );
+        }
+    }
+}
+
+/// Adds the products of `steps` steps of K.
+#[inline(always)]
+unsafe fn walk<P: Product, const TWO: bool>(
+    t: &Tile,
+    mut a: *const u8,
+    mut b: *const u8,
+    steps: usize,
+    depth: usize,
+    pace: &mut Pace,
+    paces: usize,
+) {
+    for _ in 0..steps {
+        // SAFETY: the caller's contract.
+        unsafe {
+            for _ in 0..paces {
+                pace.step::<Avx512Bf16>();
+            }
+            P::step::<TWO>(a, t.a_stride, b);
+        }
+        a = a.wrapping_add(depth);
+        b = b.wrapping_add(depth / 4 * PANEL_ROW);
+    }
+}
+
+/// bf16 weights and activations.
+unsafe fn bf16(t: &Tile) {
+    // SAFETY: the panel holds k/2 rows of PANEL pairs, activations k values of two bytes, behind them rows that may be read
+    // (`Acts`); the output has room for 32 rows.
+    unsafe {
+        let mut pace = Pace::new(t, 1);
+        zero();
+        if t.rows > TILE_ROWS {
+            walk::<Brain, true>(t, t.a, t.panel, t.k / 32, 64, &mut pace, 1);
+            store::<true>(t.out.cast());
+        } else {
+            walk::<Brain, false>(t, t.a, t.panel, t.k / 32, 64, &mut pace, 1);
+            store::<false>(t.out.cast());
+        }
+    }
+}
+
+#[repr(align(64))]
+struct Sums([[i32; PANEL]; ROWS_MAX]);
+
+/// Unpacked 4-bit codes of one stretch: at most 128 values of K.
+#[repr(align(64))]
+struct Unpacked([u8; STRETCH_MAX * PANEL]);
+
+const STRETCH_MAX: usize = 128;
+
+/// Codes of `BITS` bits with scales per column or group, activations with scales per row or group.
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")]
+unsafe fn codes<const BITS: usize>(t: &Tile) {
+    let stretch = t.group.min(t.act_group);
+    let grouped = !t.group_scales.is_null() || t.act_group < t.k;
+    // SAFETY: the caller's contract is the kernel's.
+    unsafe {
+        // Steps of 64 do not fit, or there are so few rows that scaling the sums is what takes time.
+        if (!t.k.is_multiple_of(64) && stretch != 32) || (grouped && t.rows <= VECTOR_ROWS) {
+            return by_vectors::<BITS>(t, grouped);
+        }
+        match (!t.group_scales.is_null(), t.act_group < t.k) {
+            (false, false) => scaled::<BITS, false, false>(t),
+            (false, true) => scaled::<BITS, false, true>(t),
+            (true, false) => scaled::<BITS, true, false>(t),
+            (true, true) => scaled::<BITS, true, true>(t),
+        }
+    }
+}
+
+/// The same by vector dot products, a few rows at a time.
+unsafe fn by_vectors<const BITS: usize>(t: &Tile, grouped: bool) {
+    let kernels = match (BITS, grouped) {
+        (4, _) => &AVX512_BF16.i4,
+        (_, true) => &AVX512_BF16.i8_group,
+        (_, false) => &AVX512_BF16.i8_row,
+    };
+    let mut row = 0;
+    while row < t.rows {
+        let rows = (t.rows - row).min(kernels.by_rows.len());
+        // SAFETY: rows of this tile.
+        unsafe {
+            kernels.by_rows[rows - 1](&Tile {
+                rows,
+                a: t.a.add(row * t.a_stride),
+                act_scales: t.act_scales.add(row * t.act_scale_stride),
+                act_sums: t.act_sums.add(row * t.act_sum_stride),
+                out: t.out.add(row * PANEL),
+                ..*t
+            });
+        }
+        row += rows;
+    }
+}
+
+/// `WG`, `AG`: scales per group on the weights' and on the activations' side, as in `tiles.rs`; so is the arithmetic.
+#[inline(always)]
+unsafe fn scaled<const BITS: usize, const WG: bool, const AG: bool>(t: &Tile) {
+    let zeros = WG && !t.group_zeros.is_null();
+    let offset = match (zeros, BITS) {
+        (true, _) => 0,
+        (false, 4) => 8,
+        (false, _) => 128,
+    };
+    let stretch = t.group.min(t.act_group);
+    let depth = depth_of(stretch);
+    let mut pace = Pace::new(t, 1);
+    let mut sums = Sums([[0; PANEL]; ROWS_MAX]);
+    let mut unpacked = Unpacked([0; STRETCH_MAX * PANEL]);
+    let mut start = 0;
+    // SAFETY: as for `bf16`; codes have a byte (half a byte) per value, scales and sums exist for every group (Tile's contract).
+    unsafe {
+        while start < t.k {
+            let end = (start + stretch).min(t.k);
+            let b = if BITS == 4 {
+                unpack(t.panel.add(start / 8 * PANEL_ROW), (end - start) / 8, unpacked.0.as_mut_ptr());
+                unpacked.0.as_ptr()
+            } else {
+                t.panel.add(start / 4 * PANEL_ROW)
+            };
+            let (a, steps, paces) = (t.a.add(start), (end - start) / depth, depth / SUM_BLOCK);
+            zero();
+            if t.rows > TILE_ROWS {
+                walk::<Codes, true>(t, a, b, steps, depth, &mut pace, paces);
+                store::<true>(sums.0.as_mut_ptr().cast());
+            } else {
+                walk::<Codes, false>(t, a, b, steps, depth, &mut pace, paces);
+                store::<false>(sums.0.as_mut_ptr().cast());
+            }
+            let last = end == t.k;
+            let at = start / t.group * PANEL;
+            let mut scales = [_mm512_setzero_ps(); 2];
+            let mut zero_points = scales;
+            let mut columns = scales;
+            for v in 0..2 {
+                if WG {
+                    scales[v] = Avx512Bf16::load_f16(t.group_scales.add(at + 16 * v));
+                } else {
+                    columns[v] = _mm512_loadu_ps(t.column_scales.add(16 * v));
+                }
+                if zeros {
+                    zero_points[v] = Avx512Bf16::load_f16(t.group_zeros.add(at + 16 * v));
+                }
+            }
+            for row in 0..t.rows {
+                let act_sums = t.act_sums.add(row * t.act_sum_stride);
+                let act_sum = *act_sums.add(end / SUM_BLOCK) - *act_sums.add(start / SUM_BLOCK);
+                let act_scale = *t.act_scales.add(row * t.act_scale_stride + start / t.act_group);
+                let correction = _mm512_set1_epi32(-offset * act_sum);
+                let act_scales = _mm512_set1_ps(act_scale);
+                let negative = -(act_sum as f32);
+                let zero_sum = _mm512_set1_ps(if AG { negative * act_scale } else { negative });
+                for v in 0..2 {
+                    let out = t.out.add(row * PANEL + 16 * v);
+                    let dot = _mm512_load_si512(sums.0[row].as_ptr().add(16 * v).cast());
+                    let dot = _mm512_cvtepi32_ps(_mm512_add_epi32(dot, correction));
+                    let before = if start == 0 { _mm512_setzero_ps() } else { _mm512_load_ps(out) };
+                    let mut total = match (WG, AG) {
+                        (false, false) => dot,
+                        (true, false) => _mm512_fmadd_ps(dot, scales[v], before),
+                        (false, true) => _mm512_fmadd_ps(dot, act_scales, before),
+                        (true, true) => _mm512_fmadd_ps(dot, _mm512_mul_ps(scales[v], act_scales), before),
+                    };
+                    if zeros {
+                        total = _mm512_fmadd_ps(zero_points[v], zero_sum, total);
+                    }
+                    if last {
+                        total = match (WG, AG) {
+                            (false, false) => _mm512_mul_ps(_mm512_mul_ps(total, columns[v]), act_scales),
+                            (false, true) => _mm512_mul_ps(total, columns[v]),
+                            (true, false) => _mm512_mul_ps(total, _mm512_set1_ps(act_scale * t.unit)),
+                            (true, true) => _mm512_mul_ps(total, _mm512_set1_ps(t.unit)),
+                        };
+                    }
+                    _mm512_store_ps(out, total);
+                }
+            }
+            start = end;
+        }
+    }
+}
+
+/// Makes bytes of 4-bit codes: a row of a panel holds values k..k+4 in its low and k+4..k+8 in its high nibbles.
+#[inline(always)]
+unsafe fn unpack(from: *const u8, rows: usize, to: *mut u8) {
+    // SAFETY: `rows` rows of the panel, twice as many of the output.
+    unsafe {
+        let mask = _mm512_set1_epi8(15);
+        for row in 0..rows {
+            for v in 0..2 {
+                let bytes = _mm512_loadu_si512(from.add(row * PANEL_ROW + 64 * v).cast());
+                let to = to.add(2 * row * PANEL_ROW + 64 * v);
+                _mm512_store_si512(to.cast(), _mm512_and_si512(bytes, mask));
+                _mm512_store_si512(to.add(PANEL_ROW).cast(), _mm512_and_si512(_mm512_srli_epi16::<4>(bytes), mask));
+            }
+        }
+    }
+}
+
+/// Products of the four sums from registers.
+macro_rules! peak {
+    ($name:ident, $instruction:literal, $operations:expr) => {
+        unsafe fn $name() -> f64 {
+            const STEPS: u32 = 60_000;
+            // SAFETY: the level is available.
+            unsafe {
+                configure(TileShapes { rows: TILE_ROWS, depth: 64 });
+                zero();
+                for _ in 0..STEPS {
+                    asm!(
+                        concat!($instruction, " tmm0, tmm4, tmm6"),
+                        concat!($instruction, " tmm1, tmm4, tmm7"),
+                        concat!($instruction, " tmm2, tmm5, tmm6"),
+                        concat!($instruction, " tmm3, tmm5, tmm7"),
+                        options(nostack, nomem, preserves_flags)
+                    );
+                }
+                release();
+            }
+            f64::from(STEPS) * 4.0 * $operations
+        }
+    };
+}
+
+peak!(peak_bf16, "tdpbf16ps", 16384.0);
+peak!(peak_int8, "tdpbsud", 32768.0);
