@@ -15,7 +15,7 @@ use crate::kv::{BLOCK_TOKENS, KvCache, Lane};
 use crate::memory::AlignedBuf;
 pub use crate::rope::{RopeTable, rope_append, rope_append_with};
 use crate::threads::{Pool, SharedMut};
-use kernels::{AttentionKernels, Blocks, CHUNK, CHUNK_BLOCKS, NO_SCORE, SoftmaxRows, TILE_ROWS};
+use kernels::{AttentionKernels, Blocks, CHUNK, CHUNK_BLOCKS, NO_SCORE, SoftmaxRows, TILE_ROWS_MAX};
 
 /// Keys after which the running softmax starts anew; results of segments are merged in order.
 const SEGMENT: usize = 1024;
@@ -110,7 +110,7 @@ impl AttentionScratch {
             head_dim,
             tokens: 0,
             q: AlignedBuf::zeroed(max_tokens * heads * head_dim),
-            work: AlignedBuf::zeroed(threads * Work::floats(tile_rows(group), head_dim)),
+            work: AlignedBuf::zeroed(threads * Work::floats(tile_tokens(TILE_ROWS_MAX, group) * group, head_dim)),
             partials: AlignedBuf::zeroed(partial_rows * (head_dim + 2)),
             partial_rows,
             tiles: Vec::with_capacity(max_tokens * kv_heads + PARTIALS_MAX),
@@ -133,10 +133,10 @@ impl AttentionScratch {
     }
 
     /// Cuts the step into tiles, longest first.
-    fn plan(&mut self, spans: &[Span], threads: usize) {
+    fn plan(&mut self, spans: &[Span], threads: usize, tile_rows: usize) {
         self.tiles.clear();
         self.merges.clear();
-        let step = tile_tokens(self.heads / self.kv_heads) as u32;
+        let step = tile_tokens(tile_rows, self.heads / self.kv_heads) as u32;
         for span in spans {
             for kv_head in 0..self.kv_heads as u32 {
                 for token in (0..span.token_len).step_by(step as usize) {
@@ -182,13 +182,9 @@ impl AttentionScratch {
     }
 }
 
-/// Tokens of one tile.
-fn tile_tokens(group: usize) -> usize {
-    (TILE_ROWS / group).max(1)
-}
-
-fn tile_rows(group: usize) -> usize {
-    tile_tokens(group) * group
+/// Tokens of one tile of about `rows` rows.
+fn tile_tokens(rows: usize, group: usize) -> usize {
+    (rows / group).max(1)
 }
 
 /// Causal attention of all spans over their blocks, for the q that [`rope_append`] left in the scratch.
@@ -251,9 +247,9 @@ fn attention_on(
         assert!(used <= table.len(), "a span's block table is too short: {span:?}");
         assert!(table[..used].iter().all(|&b| (b as usize) < kv.num_blocks()), "a block is not in the cache: {span:?}");
     }
-    scratch.plan(spans, pool.threads());
+    scratch.plan(spans, pool.threads(), kernels.tile_rows);
     let group = heads / kv_heads;
-    let (rows_max, tokens) = (tile_rows(group), scratch.tokens);
+    let (rows_max, tokens) = (tile_tokens(TILE_ROWS_MAX, group) * group, scratch.tokens);
     let work = SharedMut::new(&mut scratch.work);
     let partials = SharedMut::new(&mut scratch.partials);
     let driver = Driver {
@@ -357,6 +353,18 @@ impl Driver<'_> {
     /// Computes a tile: the whole of it into `out`, or one segment into the partial results. `then` is fetched at the end.
     fn run(&self, tile: &Tile, then: Option<&Tile>, work: &Work) {
         let rows = tile.tokens as usize * self.group;
+        if let Some(around) = self.kernels.around {
+            // SAFETY: the level is available.
+            unsafe { (around.enter)(rows) };
+        }
+        self.segments(tile, rows, then, work);
+        if let Some(around) = self.kernels.around {
+            // SAFETY: as above.
+            unsafe { (around.leave)() };
+        }
+    }
+
+    fn segments(&self, tile: &Tile, rows: usize, then: Option<&Tile>, work: &Work) {
         if tile.partial != WHOLE {
             let sums = self.partial(tile.partial as usize, rows);
             self.segment(tile, tile.segments.0 as usize, then, work, sums);

@@ -11,8 +11,10 @@ use crate::kv::KvKind;
 pub(crate) const CHUNK: usize = 128;
 /// KV blocks in a chunk.
 pub(crate) const CHUNK_BLOCKS: usize = CHUNK / crate::kv::BLOCK_TOKENS;
-/// Query rows a tile aims at.
+/// Query rows a tile of vector levels aims at.
 pub(crate) const TILE_ROWS: usize = 48;
+/// Query rows of the largest tile of any level, unless a KV head has more queries.
+pub(crate) const TILE_ROWS_MAX: usize = 64;
 /// The maximum of no keys: finite, so that differences stay numbers, and far below any score.
 pub(crate) const NO_SCORE: f32 = -1e30;
 
@@ -54,10 +56,23 @@ pub(crate) struct SoftmaxRows {
     pub(crate) valid: *const u32,
 }
 
+/// State that a level's kernels need in the core while they run.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Around {
+    /// Sets up for tiles of `rows` rows.
+    pub(crate) enter: unsafe fn(rows: usize),
+    /// Ends what `enter` began.
+    pub(crate) leave: unsafe fn(),
+}
+
 /// Kernels of one level for one KV kind.
 #[derive(Debug)]
 pub(crate) struct AttentionKernels {
     pub(crate) operand: Operand,
+    /// Query rows a tile aims at, at most [`TILE_ROWS_MAX`].
+    pub(crate) tile_rows: usize,
+    /// What to set up around the kernels of a tile, if anything.
+    pub(crate) around: Option<Around>,
     /// `s[row][key] = q[row] . k[key]` for `blocks.count * 16` keys; rows of q are `head_dim` operands, rows of s [`CHUNK`].
     pub(crate) scores: unsafe fn(rows: usize, q: *const u8, blocks: &Blocks, s: *mut f32),
     /// Turns scores into P (rows of [`CHUNK`] operands, exact zeros from `valid` on) and updates the running softmax.
@@ -82,7 +97,7 @@ impl AttentionKernels {
         assert!(isa.available(), "this CPU lacks the level {isa}");
         use crate::reference;
         #[cfg(target_arch = "x86_64")]
-        use crate::x86_64::{avx2, avx512};
+        use crate::x86_64::{amx, avx2, avx512};
         match (isa, kind) {
             #[cfg(target_arch = "x86_64")]
             (Isa::Avx2 | Isa::AvxVnni, KvKind::F32) => &avx2::attention::F32,
@@ -93,7 +108,9 @@ impl AttentionKernels {
             #[cfg(target_arch = "x86_64")]
             (Isa::Avx512, KvKind::Bf16) => &avx512::attention::WIDENED,
             #[cfg(target_arch = "x86_64")]
-            (Isa::Avx512Bf16 | Isa::Amx, KvKind::Bf16) => &avx512::attention::BF16,
+            (Isa::Avx512Bf16, KvKind::Bf16) => &avx512::attention::BF16,
+            #[cfg(target_arch = "x86_64")]
+            (Isa::Amx, KvKind::Bf16) => &amx::attention::BF16,
             (_, KvKind::F32) => &reference::attention::F32,
             (_, KvKind::Bf16) => &reference::attention::BF16,
         }

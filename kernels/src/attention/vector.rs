@@ -532,6 +532,8 @@ macro_rules! attention_level {
 
         pub(crate) static $table: AttentionKernels = AttentionKernels {
             operand: Operand::$operand,
+            tile_rows: $crate::attention::kernels::TILE_ROWS,
+            around: None,
             scores: $crate::attention::vector::scores::<$level>,
             softmax: $level::softmax,
             values: $crate::attention::vector::values::<$level>,

@@ -1,10 +1,12 @@
 //! Attention in plain loops: the definition the other levels are tested against, and the level for CPUs without one of theirs.
 
-use crate::attention::kernels::{AttentionKernels, Blocks, CHUNK, Operand, SoftmaxRows};
+use crate::attention::kernels::{AttentionKernels, Blocks, CHUNK, Operand, SoftmaxRows, TILE_ROWS};
 use crate::kv::BLOCK_TOKENS;
 
 pub(crate) static F32: AttentionKernels = AttentionKernels {
     operand: Operand::F32,
+    tile_rows: TILE_ROWS,
+    around: None,
     scores: scores::<false>,
     softmax,
     values: values::<false>,
@@ -15,6 +17,8 @@ pub(crate) static F32: AttentionKernels = AttentionKernels {
 
 pub(crate) static BF16: AttentionKernels = AttentionKernels {
     operand: Operand::F32,
+    tile_rows: TILE_ROWS,
+    around: None,
     scores: scores::<true>,
     softmax,
     values: values::<true>,

@@ -8,6 +8,7 @@
 //! and column only, in steps of 32 (64) values of K in ascending order, whatever the other rows hold: a row's bits do not
 //! depend on its company.
 
+pub(crate) mod attention;
 pub(crate) mod gemm;
 
 use std::arch::asm;
