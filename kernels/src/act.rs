@@ -5,7 +5,7 @@
 
 use crate::isa::Isa;
 use crate::memory::AlignedBuf;
-use crate::table::{Form, KernelTable, MAX_TILE_ROWS, SUM_BLOCK};
+use crate::table::{Form, KernelTable, MAX_TILE_ROWS, PANEL, SUM_BLOCK};
 use crate::threads::{Pool, SharedMut};
 
 /// What activations are converted to. `Matrix::act_kind` says what a matrix wants.
@@ -291,24 +291,23 @@ impl RowWriter {
         }
     }
 
-    /// Writes `src` at column `at` of a row of a `piecewise` form, or into the staging row of the others.
+    /// Writes the SiLU products of a gate/up tile to the columns `at .. at + len` of the rows from `first_row` on: of a
+    /// `piecewise` form, or into the staging rows of the others.
     ///
     /// # Safety
-    /// As `write`, for the columns `at .. at + src.len()`, which are below k.
-    pub(crate) unsafe fn write_part(&self, row: usize, at: usize, src: &[f32]) {
-        // SAFETY: as in `write`.
+    /// As `write`, for all rows of the tile and columns below k.
+    pub(crate) unsafe fn write_silu(&self, first_row: usize, at: usize, len: usize, tile: &[[f32; PANEL]]) {
+        let rows = &self.table.rows;
+        let stride = row_stride(self.form, self.k);
+        // SAFETY: as in `write`; strides are multiples of the elements' sizes.
         unsafe {
+            let data = self.data.get().add(first_row * stride);
             match self.form {
-                Form::F32 => {
-                    let data = self.data.get().add(row * row_stride(self.form, self.k)).cast::<f32>();
-                    std::slice::from_raw_parts_mut(data.add(at), src.len()).copy_from_slice(src);
-                }
-                Form::Bf16 => {
-                    let data = self.data.get().add(row * row_stride(self.form, self.k)).cast::<u16>();
-                    (self.table.rows.to_bf16)(src, std::slice::from_raw_parts_mut(data.add(at), src.len()));
-                }
+                Form::F32 => (rows.silu_f32)(tile, len, data.cast::<f32>().add(at), stride / size_of::<f32>()),
+                Form::Bf16 => (rows.silu_bf16)(tile, len, data.cast::<u16>().add(at), stride / size_of::<u16>()),
                 Form::I8 | Form::I8I16 => {
-                    self.staging.part(row * self.staging_stride + at, src.len()).copy_from_slice(src);
+                    let staging = self.staging.get().add(first_row * self.staging_stride + at);
+                    (rows.silu_f32)(tile, len, staging, self.staging_stride);
                 }
             }
         }

@@ -55,6 +55,11 @@ fn better(a: (u32, f32), b: (u32, f32)) -> (u32, f32) {
     if b.1 > a.1 || (b.1 == a.1 && b.0 < a.0) { b } else { a }
 }
 
+/// Whether two segments are one run of a panel's width.
+fn whole(first: Columns, second: Columns) -> bool {
+    first.len == SEGMENT && second.len == SEGMENT && second.start == first.start + SEGMENT
+}
+
 impl Sink<'_> {
     /// Takes the tile of `rows` rows from `first_row` on, over one panel. `running` counts rows from `block_row`.
     ///
@@ -74,8 +79,14 @@ impl Sink<'_> {
     ) {
         match self {
             Sink::Store { out, stride } => {
+                let [first, second] = w.segments(panel);
+                if whole(first, second) {
+                    // SAFETY: the caller's contract.
+                    unsafe { (table.rows.store)(tile, out.get().add(first_row * stride + first.start), *stride) };
+                    return;
+                }
                 for (row, values) in tile.iter().enumerate() {
-                    for (segment, Columns { start, len }) in w.segments(panel).into_iter().enumerate() {
+                    for (segment, Columns { start, len }) in [first, second].into_iter().enumerate() {
                         // SAFETY: the caller's contract.
                         let out = unsafe { out.part((first_row + row) * stride + start, len) };
                         out.copy_from_slice(&values[segment * SEGMENT..segment * SEGMENT + len]);
@@ -83,8 +94,14 @@ impl Sink<'_> {
                 }
             }
             Sink::Add { out, stride } => {
+                let [first, second] = w.segments(panel);
+                if whole(first, second) {
+                    // SAFETY: the caller's contract.
+                    unsafe { (table.rows.add)(tile, out.get().add(first_row * stride + first.start), *stride) };
+                    return;
+                }
                 for (row, values) in tile.iter().enumerate() {
-                    for (segment, Columns { start, len }) in w.segments(panel).into_iter().enumerate() {
+                    for (segment, Columns { start, len }) in [first, second].into_iter().enumerate() {
                         // SAFETY: the caller's contract.
                         let out = unsafe { out.part((first_row + row) * stride + start, len) };
                         for (out, value) in out.iter_mut().zip(&values[segment * SEGMENT..]) {
@@ -95,15 +112,8 @@ impl Sink<'_> {
             }
             Sink::Silu { writer } => {
                 let [Columns { start, len }, _] = w.segments(panel);
-                for (row, values) in tile.iter().enumerate() {
-                    let (halves, _) = values.as_chunks::<SEGMENT>();
-                    let mut product = [0f32; SEGMENT];
-                    // SAFETY: the caller's contract; gate columns are numbered like the output's.
-                    unsafe {
-                        (table.rows.silu_mul)(&halves[0], &halves[1], &mut product);
-                        writer.write_part(first_row + row, start, &product[..len]);
-                    }
-                }
+                // SAFETY: the caller's contract; gate columns are numbered like the output's.
+                unsafe { writer.write_silu(first_row, start, len, tile) };
             }
             Sink::ArgMax { .. } => {
                 let columns = w.n() - (panel * PANEL).min(w.n());

@@ -4,12 +4,13 @@
 //! single bit of a row's result. A job walks blocks of rows that stay in L2, all its panels for each block, all tiles of
 //! the block for each panel: a panel comes from memory once and from L2 for the later tiles.
 
+use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use crate::act::{ActKind, Acts, for_rows};
 use crate::epilogue::{ARGMAX_ROWS, Running, Sink};
 use crate::matrix::{Arrange, Matrix, WeightKind};
-use crate::table::{KernelTable, MAX_TILE_ROWS, PANEL, Tile, TileKernels};
+use crate::table::{KernelTable, PANEL, Tile, TileKernels};
 use crate::threads::{Pool, SharedMut};
 
 /// What becomes of the product.
@@ -109,8 +110,13 @@ fn kernels<'t>(table: &'t KernelTable, w: &Matrix) -> &'t TileKernels {
     }
 }
 
+/// The sums of one panel: for a whole block where K is walked in parts, else for one tile.
 #[repr(align(64))]
-struct TileBuf([[f32; PANEL]; MAX_TILE_ROWS]);
+#[allow(dead_code)] // used through pointers
+struct Sums([[f32; PANEL]; BLOCK_ROWS_MAX]);
+
+/// Rows of the largest block.
+const BLOCK_ROWS_MAX: usize = ARGMAX_ROWS;
 
 /// Computes `rows` (positions in `acts` and in the sink) against `panels`.
 ///
@@ -123,8 +129,9 @@ pub(crate) unsafe fn run_panels(acts: &Acts, rows: Range<usize>, w: &Matrix, pan
     let tile_rows_max = kernels.by_rows.len();
     let step = kernels.row_step;
     let block_rows = (kernels.block_bytes / view.stride / tile_rows_max).max(1) * tile_rows_max;
-    let block_rows = block_rows.min(ARGMAX_ROWS / tile_rows_max * tile_rows_max);
-    let mut buf = TileBuf([[0.0; PANEL]; MAX_TILE_ROWS]);
+    let block_rows = block_rows.min(BLOCK_ROWS_MAX / tile_rows_max * tile_rows_max);
+    let mut sums = MaybeUninit::<Sums>::uninit();
+    let sums = sums.as_mut_ptr().cast::<[f32; PANEL]>();
     let mut running = Running::new();
     let mut block_start = rows.start;
     while block_start < rows.end {
@@ -132,6 +139,9 @@ pub(crate) unsafe fn run_panels(acts: &Acts, rows: Range<usize>, w: &Matrix, pan
         let tiles = if block >= kernels.split_from { 2 } else { 1 }.max(block.div_ceil(tile_rows_max));
         let steps = block.div_ceil(step);
         let pace = block >= kernels.prefetch_from;
+        // With one tile a panel is read once, whatever the order.
+        let k_chunk = if tiles == 1 { w.k() } else { kernels.k_chunk.min(w.k()) };
+        let chunks = w.k().div_ceil(k_chunk);
         if let Some(around) = kernels.around {
             // SAFETY: the level is available: the acts were made for it.
             unsafe { (around.enter)(block, w.group().min(view.scale_group)) };
@@ -139,40 +149,52 @@ pub(crate) unsafe fn run_panels(acts: &Acts, rows: Range<usize>, w: &Matrix, pan
         for panel in panels.clone() {
             let weights = w.panel(panel);
             let next = if pace && panel + 1 < panels.end { w.panel(panel + 1).data } else { &[] };
-            let share = next.len().div_ceil(tiles).next_multiple_of(64);
-            let mut row = block_start;
-            for tile in 0..tiles {
-                let share_steps = steps / tiles + usize::from(tile < steps % tiles);
-                let count = (share_steps * step).min(block_start + block - row);
-                let prefetch = &next[(tile * share).min(next.len())..((tile + 1) * share).min(next.len())];
-                let args = Tile {
-                    rows: count,
-                    a: view.data[row * view.stride..].as_ptr(),
-                    a_stride: view.stride,
-                    a_wide: view.wide,
-                    k: w.k(),
-                    panel: weights.data.as_ptr(),
-                    column_scales: weights.column_scales.as_ptr(),
-                    group_scales: weights.group_scales.map_or(std::ptr::null(), <[u16]>::as_ptr),
-                    group_zeros: weights.group_zeros.map_or(std::ptr::null(), <[u16]>::as_ptr),
-                    group: w.group(),
-                    act_scales: view.scales[row * view.scale_stride..].as_ptr(),
-                    act_scale_stride: view.scale_stride,
-                    act_group: view.scale_group,
-                    act_sums: view.sums[row * view.sum_stride..].as_ptr(),
-                    act_sum_stride: view.sum_stride,
-                    unit: w.unit(),
-                    out: buf.0.as_mut_ptr().cast(),
-                    prefetch: prefetch.as_ptr(),
-                    prefetch_bytes: prefetch.len(),
-                };
-                // SAFETY: the level is available (the acts were made for it), the views above hold `count` rows from `row`
-                // on and one whole panel, and the buffer holds the largest tile.
-                unsafe {
-                    kernels.by_rows[count - 1](&args);
-                    sink.take(table, w, panel, row, &buf.0[..count], &mut running, block_start);
+            let share = next.len().div_ceil(tiles * chunks).next_multiple_of(64);
+            for chunk in 0..chunks {
+                let k_to = ((chunk + 1) * k_chunk).min(w.k());
+                let mut row = block_start;
+                for tile in 0..tiles {
+                    let share_steps = steps / tiles + usize::from(tile < steps % tiles);
+                    let count = (share_steps * step).min(block_start + block - row);
+                    let part = chunk * tiles + tile;
+                    let prefetch = &next[(part * share).min(next.len())..((part + 1) * share).min(next.len())];
+                    // SAFETY: a row of the block, and blocks are at most `BLOCK_ROWS_MAX` rows.
+                    let out = unsafe { sums.add(if chunks == 1 { 0 } else { row - block_start }) };
+                    let args = Tile {
+                        rows: count,
+                        a: view.data[row * view.stride..].as_ptr(),
+                        a_stride: view.stride,
+                        a_wide: view.wide,
+                        k: w.k(),
+                        k_from: chunk * k_chunk,
+                        k_to,
+                        panel: weights.data.as_ptr(),
+                        column_scales: weights.column_scales.as_ptr(),
+                        group_scales: weights.group_scales.map_or(std::ptr::null(), <[u16]>::as_ptr),
+                        group_zeros: weights.group_zeros.map_or(std::ptr::null(), <[u16]>::as_ptr),
+                        group: w.group(),
+                        act_scales: view.scales[row * view.scale_stride..].as_ptr(),
+                        act_scale_stride: view.scale_stride,
+                        act_group: view.scale_group,
+                        act_sums: view.sums[row * view.sum_stride..].as_ptr(),
+                        act_sum_stride: view.sum_stride,
+                        unit: w.unit(),
+                        out: out.cast(),
+                        prefetch: prefetch.as_ptr(),
+                        prefetch_bytes: prefetch.len(),
+                    };
+                    // SAFETY: the level is available (the acts were made for it), the views above hold `count` rows from
+                    // `row` on and one whole panel, and the sums have room for the tile (whole tiles behind `out`: blocks are
+                    // at most `BLOCK_ROWS_MAX` rows, a multiple of every level's largest tile).
+                    unsafe {
+                        kernels.by_rows[count - 1](&args);
+                        if k_to == w.k() {
+                            let sums = std::slice::from_raw_parts(out, count);
+                            sink.take(table, w, panel, row, sums, &mut running, block_start);
+                        }
+                    }
+                    row += count;
                 }
-                row += count;
             }
         }
         if let Some(around) = kernels.around {

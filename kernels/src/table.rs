@@ -36,6 +36,11 @@ pub(crate) struct Tile {
     /// Offset of the i16 copy inside a row of form `I8I16`.
     pub(crate) a_wide: usize,
     pub(crate) k: usize,
+    /// The part of K to be multiplied now, whole groups. Kernels whose `k_chunk` is unlimited always get all of it; others add
+    /// to what an earlier part left in `out`, and scale at the end of K.
+    pub(crate) k_from: usize,
+    pub(crate) k_to: usize,
+    /// All of the panel's codes.
     pub(crate) panel: *const u8,
     /// Per-column f32 scales of the panel (`Int8`).
     pub(crate) column_scales: *const f32,
@@ -79,6 +84,8 @@ pub(crate) struct TileKernels {
     pub(crate) prefetch_from: usize,
     /// Activation bytes of a row block: with a panel they should fit half of the level's smallest L2.
     pub(crate) block_bytes: usize,
+    /// Values of K that are multiplied for all rows of a block before the next ones: that part of a panel stays in L1.
+    pub(crate) k_chunk: usize,
     /// What to set up around the tiles of a block, if anything.
     pub(crate) around: Option<Around>,
 }
@@ -86,7 +93,15 @@ pub(crate) struct TileKernels {
 impl TileKernels {
     /// Kernels of vector levels: no set-up, any number of rows.
     pub(crate) const fn vectors(by_rows: &'static [TileFn], split_from: usize) -> TileKernels {
-        TileKernels { by_rows, split_from, row_step: 1, prefetch_from: 4, block_bytes: 256 << 10, around: None }
+        TileKernels {
+            by_rows,
+            split_from,
+            row_step: 1,
+            prefetch_from: 4,
+            block_bytes: 256 << 10,
+            k_chunk: usize::MAX,
+            around: None,
+        }
     }
 }
 
@@ -121,8 +136,14 @@ pub(crate) struct RowKernels {
     pub(crate) to_bf16: unsafe fn(src: &[f32], out: &mut [u16]),
     /// Quantises one row in groups of `group`: codes, optional i16 copy, one scale per group, running sums.
     pub(crate) to_i8: ToI8Fn,
-    /// `out[i] = silu(gate[i]) * up[i]` for one segment.
-    pub(crate) silu_mul: unsafe fn(gate: &[f32; SEGMENT], up: &[f32; SEGMENT], out: &mut [f32; SEGMENT]),
+    /// `silu(gate) * up` of a gate/up tile, the first `len` columns, into rows that are `stride` apart.
+    pub(crate) silu_f32: unsafe fn(tile: &[[f32; PANEL]], len: usize, out: *mut f32, stride: usize),
+    /// The same, rounded to bf16.
+    pub(crate) silu_bf16: unsafe fn(tile: &[[f32; PANEL]], len: usize, out: *mut u16, stride: usize),
+    /// Copies a whole tile into rows that are `stride` apart.
+    pub(crate) store: unsafe fn(tile: &[[f32; PANEL]], out: *mut f32, stride: usize),
+    /// Adds a whole tile to rows that are `stride` apart.
+    pub(crate) add: unsafe fn(tile: &[[f32; PANEL]], out: *mut f32, stride: usize),
     /// Maximum of one tile row, ignoring NaN, and whether all values are finite.
     pub(crate) row_max: unsafe fn(row: &[f32; PANEL]) -> (f32, bool),
     /// `x += weight * y`.

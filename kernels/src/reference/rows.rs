@@ -151,10 +151,74 @@ pub(crate) fn silu(x: f32) -> f32 {
     x / (1.0 + exp(-x))
 }
 
+/// `silu(gate) * up` of one row of a gate/up tile.
 #[inline(always)]
-pub(crate) fn silu_mul(gate: &[f32; SEGMENT], up: &[f32; SEGMENT], out: &mut [f32; SEGMENT]) {
+fn silu_row(row: &[f32; PANEL]) -> [f32; SEGMENT] {
+    let mut out = [0f32; SEGMENT];
     for i in 0..SEGMENT {
-        out[i] = silu(gate[i]) * up[i];
+        out[i] = silu(row[i]) * row[SEGMENT + i];
+    }
+    out
+}
+
+/// # Safety
+/// See `RowKernels::silu_f32`.
+#[inline(always)]
+pub(crate) unsafe fn silu_f32(tile: &[[f32; PANEL]], len: usize, out: *mut f32, stride: usize) {
+    for (row, values) in tile.iter().enumerate() {
+        let product = silu_row(values);
+        // SAFETY: the caller's contract.
+        unsafe {
+            let to = out.add(row * stride);
+            if len == SEGMENT {
+                to.cast::<[f32; SEGMENT]>().write_unaligned(product);
+            } else {
+                to.copy_from_nonoverlapping(product.as_ptr(), len);
+            }
+        }
+    }
+}
+
+/// # Safety
+/// See `RowKernels::silu_bf16`.
+#[inline(always)]
+pub(crate) unsafe fn silu_bf16(tile: &[[f32; PANEL]], len: usize, out: *mut u16, stride: usize) {
+    for (row, values) in tile.iter().enumerate() {
+        let product = silu_row(values);
+        let mut bits = [0u16; SEGMENT];
+        to_bf16(&product, &mut bits);
+        // SAFETY: the caller's contract.
+        unsafe {
+            let to = out.add(row * stride);
+            if len == SEGMENT {
+                to.cast::<[u16; SEGMENT]>().write_unaligned(bits);
+            } else {
+                to.copy_from_nonoverlapping(bits.as_ptr(), len);
+            }
+        }
+    }
+}
+
+/// # Safety
+/// See `RowKernels::store`.
+#[inline(always)]
+pub(crate) unsafe fn store(tile: &[[f32; PANEL]], out: *mut f32, stride: usize) {
+    for (row, values) in tile.iter().enumerate() {
+        // SAFETY: the caller's contract.
+        unsafe { out.add(row * stride).cast::<[f32; PANEL]>().write_unaligned(*values) };
+    }
+}
+
+/// # Safety
+/// See `RowKernels::add`.
+#[inline(always)]
+pub(crate) unsafe fn add(tile: &[[f32; PANEL]], out: *mut f32, stride: usize) {
+    for (row, values) in tile.iter().enumerate() {
+        // SAFETY: the caller's contract.
+        let out = unsafe { &mut *out.add(row * stride).cast::<[f32; PANEL]>() };
+        for i in 0..PANEL {
+            out[i] += values[i];
+        }
     }
 }
 

@@ -5,6 +5,7 @@
 
 use std::arch::asm;
 use std::arch::x86_64::*;
+use std::mem::MaybeUninit;
 
 use super::{TileShapes, configure, release};
 use crate::isa::Isa;
@@ -31,21 +32,22 @@ const NIBBLES: [TileFn; ROWS_MAX] = [codes::<4>; ROWS_MAX];
 
 pub(crate) static AMX: KernelTable = KernelTable {
     isa: Isa::Amx,
-    bf16: tiles(&BF16, enter_bf16),
-    i8_row: tiles(&BYTES, enter_codes),
-    i8_group: tiles(&BYTES, enter_codes),
-    i4: tiles(&NIBBLES, enter_codes),
+    bf16: tiles(&BF16, 256, enter_bf16),
+    i8_row: tiles(&BYTES, 512, enter_codes),
+    i8_group: tiles(&BYTES, 512, enter_codes),
+    i4: tiles(&NIBBLES, 512, enter_codes),
     peaks: PeakKernels { bf16: peak_bf16, int8: peak_int8, int4: peak_int8, ..AVX512_BF16.peaks },
     ..AVX512_BF16
 };
 
-const fn tiles(by_rows: &'static [TileFn], enter: unsafe fn(usize, usize)) -> TileKernels {
+const fn tiles(by_rows: &'static [TileFn], k_chunk: usize, enter: unsafe fn(usize, usize)) -> TileKernels {
     TileKernels {
         by_rows,
         split_from: usize::MAX,
         row_step: TILE_ROWS,
         prefetch_from: 4,
         block_bytes: BLOCK_BYTES,
+        k_chunk,
         around: Some(Around { enter, leave: release }),
     }
 }
@@ -189,28 +191,69 @@ unsafe fn walk<P: Product, const TWO: bool>(
     }
 }
 
+/// Reads sums back from where `store` put them.
+#[inline(always)]
+unsafe fn load<const TWO: bool>(from: *const u8) {
+    // SAFETY: the caller stored all rows of the tiles there.
+    unsafe {
+        asm!(
+            "tileloadd tmm0, [{from} + {stride}*1]",
+            "tileloadd tmm1, [{from} + {stride}*1 + 64]",
+            from = in(reg) from,
+            stride = in(reg) PANEL_ROW,
+            options(nostack, preserves_flags, readonly)
+        );
+        if TWO {
+            asm!(
+                "tileloadd tmm2, [{from} + {stride}*1]",
+                "tileloadd tmm3, [{from} + {stride}*1 + 64]",
+                from = in(reg) from.add(TILE_ROWS * PANEL_ROW),
+                stride = in(reg) PANEL_ROW,
+                options(nostack, preserves_flags, readonly)
+            );
+        }
+    }
+}
+
+/// The products of `t`'s part of K, added to those of the parts before it: `depth` bytes of activations a step.
+#[inline(always)]
+unsafe fn part<P: Product, const TWO: bool>(t: &Tile, value_bytes: usize) {
+    let mut pace = Pace::new(t, 1);
+    let a = t.a.wrapping_add(t.k_from * value_bytes);
+    let b = t.panel.wrapping_add(t.k_from * value_bytes / 4 * PANEL_ROW);
+    let steps = (t.k_to - t.k_from) * value_bytes / 64;
+    // SAFETY: the caller's contract.
+    unsafe {
+        if t.k_from == 0 {
+            zero();
+        } else {
+            load::<TWO>(t.out.cast());
+        }
+        walk::<P, TWO>(t, a, b, steps, 64, &mut pace, 64 / value_bytes / SUM_BLOCK);
+        store::<TWO>(t.out.cast());
+    }
+}
+
 /// bf16 weights and activations.
 unsafe fn bf16(t: &Tile) {
     // SAFETY: the panel holds k/2 rows of PANEL pairs, activations k values of two bytes, behind them rows that may be read
     // (`Acts`); the output has room for 32 rows.
     unsafe {
-        let mut pace = Pace::new(t, 1);
-        zero();
         if t.rows > TILE_ROWS {
-            walk::<Brain, true>(t, t.a, t.panel, t.k / 32, 64, &mut pace, 1);
-            store::<true>(t.out.cast());
+            part::<Brain, true>(t, 2);
         } else {
-            walk::<Brain, false>(t, t.a, t.panel, t.k / 32, 64, &mut pace, 1);
-            store::<false>(t.out.cast());
+            part::<Brain, false>(t, 2);
         }
     }
 }
 
 #[repr(align(64))]
+#[allow(dead_code)] // used through pointers
 struct Sums([[i32; PANEL]; ROWS_MAX]);
 
 /// Unpacked 4-bit codes of one stretch: at most 128 values of K.
 #[repr(align(64))]
+#[allow(dead_code)] // used through pointers
 struct Unpacked([u8; STRETCH_MAX * PANEL]);
 
 const STRETCH_MAX: usize = 128;
@@ -227,7 +270,8 @@ unsafe fn codes<const BITS: usize>(t: &Tile) {
             return by_vectors::<BITS>(t, grouped);
         }
         match (!t.group_scales.is_null(), t.act_group < t.k) {
-            (false, false) => scaled::<BITS, false, false>(t),
+            (false, false) if t.rows > TILE_ROWS => by_row::<true>(t),
+            (false, false) => by_row::<false>(t),
             (false, true) => scaled::<BITS, false, true>(t),
             (true, false) => scaled::<BITS, true, false>(t),
             (true, true) => scaled::<BITS, true, true>(t),
@@ -237,6 +281,10 @@ unsafe fn codes<const BITS: usize>(t: &Tile) {
 
 /// The same by vector dot products, a few rows at a time.
 unsafe fn by_vectors<const BITS: usize>(t: &Tile, grouped: bool) {
+    if t.k_to < t.k {
+        // Vector kernels walk all of K at once.
+        return;
+    }
     let kernels = match (BITS, grouped) {
         (4, _) => &AVX512_BF16.i4,
         (_, true) => &AVX512_BF16.i8_group,
@@ -249,6 +297,7 @@ unsafe fn by_vectors<const BITS: usize>(t: &Tile, grouped: bool) {
         unsafe {
             kernels.by_rows[rows - 1](&Tile {
                 rows,
+                k_from: 0,
                 a: t.a.add(row * t.a_stride),
                 act_scales: t.act_scales.add(row * t.act_scale_stride),
                 act_sums: t.act_sums.add(row * t.act_sum_stride),
@@ -260,89 +309,136 @@ unsafe fn by_vectors<const BITS: usize>(t: &Tile, grouped: bool) {
     }
 }
 
-/// `WG`, `AG`: scales per group on the weights' and on the activations' side, as in `tiles.rs`; so is the arithmetic.
+/// 8-bit codes with one scale per column and per row.
+#[inline(always)]
+unsafe fn by_row<const TWO: bool>(t: &Tile) {
+    // SAFETY: as for `bf16`, with values of one byte; scales and sums exist for every row and column.
+    unsafe {
+        part::<Codes, TWO>(t, 1);
+        if t.k_to < t.k {
+            return;
+        }
+        let columns = [_mm512_loadu_ps(t.column_scales), _mm512_loadu_ps(t.column_scales.add(16))];
+        for row in 0..t.rows {
+            let act_sum = *t.act_sums.add(row * t.act_sum_stride + t.k / SUM_BLOCK);
+            let correction = _mm512_set1_epi32(-128 * act_sum);
+            let act_scales = _mm512_set1_ps(*t.act_scales.add(row * t.act_scale_stride));
+            for v in 0..2 {
+                let out = t.out.add(row * PANEL + 16 * v);
+                let dot = _mm512_cvtepi32_ps(_mm512_add_epi32(_mm512_load_si512(out.cast()), correction));
+                _mm512_store_ps(out, _mm512_mul_ps(_mm512_mul_ps(dot, columns[v]), act_scales));
+            }
+        }
+    }
+}
+
+/// Groups on the weights' side (`WG`), the activations' (`AG`) or both. While the sums of one stretch of K are scaled, the tile
+/// unit works on the next: that is why there are two sets of sums.
 #[inline(always)]
 unsafe fn scaled<const BITS: usize, const WG: bool, const AG: bool>(t: &Tile) {
+    let stretch = t.group.min(t.act_group);
+    let depth = depth_of(stretch);
+    let mut pace = Pace::new(t, 1);
+    let mut sums = [const { MaybeUninit::<Sums>::uninit() }; 2];
+    let mut unpacked = MaybeUninit::<Unpacked>::uninit();
+    let unpacked = unpacked.as_mut_ptr().cast::<u8>();
+    let mut start = t.k_from;
+    let mut turn = 0;
+    let mut before = None;
+    // SAFETY: as for `bf16`; codes have a byte (half a byte) per value, scales and sums exist for every group (Tile's contract).
+    unsafe {
+        while start < t.k_to {
+            let end = (start + stretch).min(t.k);
+            let b = if BITS == 4 {
+                unpack(t.panel.add(start / 8 * PANEL_ROW), (end - start) / 8, unpacked);
+                unpacked.cast_const()
+            } else {
+                t.panel.add(start / 4 * PANEL_ROW)
+            };
+            let (a, steps, paces) = (t.a.add(start), (end - start) / depth, depth / SUM_BLOCK);
+            let to = sums[turn].as_mut_ptr().cast::<i32>();
+            zero();
+            if t.rows > TILE_ROWS {
+                walk::<Codes, true>(t, a, b, steps, depth, &mut pace, paces);
+                store::<true>(to.cast());
+            } else {
+                walk::<Codes, false>(t, a, b, steps, depth, &mut pace, paces);
+                store::<false>(to.cast());
+            }
+            if let Some((start, end, sums)) = before {
+                scale::<BITS, WG, AG>(t, start, end, sums);
+            }
+            before = Some((start, end, to.cast_const()));
+            (start, turn) = (end, 1 - turn);
+        }
+        if let Some((start, end, sums)) = before {
+            scale::<BITS, WG, AG>(t, start, end, sums);
+        }
+    }
+}
+
+/// Adds the exact sums of one stretch to the totals in `t.out`; the arithmetic is that of `tiles::accumulate` and `finish`.
+#[inline(always)]
+unsafe fn scale<const BITS: usize, const WG: bool, const AG: bool>(
+    t: &Tile,
+    start: usize,
+    end: usize,
+    sums: *const i32,
+) {
     let zeros = WG && !t.group_zeros.is_null();
     let offset = match (zeros, BITS) {
         (true, _) => 0,
         (false, 4) => 8,
         (false, _) => 128,
     };
-    let stretch = t.group.min(t.act_group);
-    let depth = depth_of(stretch);
-    let mut pace = Pace::new(t, 1);
-    let mut sums = Sums([[0; PANEL]; ROWS_MAX]);
-    let mut unpacked = Unpacked([0; STRETCH_MAX * PANEL]);
-    let mut start = 0;
-    // SAFETY: as for `bf16`; codes have a byte (half a byte) per value, scales and sums exist for every group (Tile's contract).
+    let last = end == t.k;
+    let at = start / t.group * PANEL;
+    // SAFETY: the caller's contract.
     unsafe {
-        while start < t.k {
-            let end = (start + stretch).min(t.k);
-            let b = if BITS == 4 {
-                unpack(t.panel.add(start / 8 * PANEL_ROW), (end - start) / 8, unpacked.0.as_mut_ptr());
-                unpacked.0.as_ptr()
+        let mut scales = [_mm512_setzero_ps(); 2];
+        let mut zero_points = scales;
+        let mut columns = scales;
+        for v in 0..2 {
+            if WG {
+                scales[v] = Avx512Bf16::load_f16(t.group_scales.add(at + 16 * v));
             } else {
-                t.panel.add(start / 4 * PANEL_ROW)
-            };
-            let (a, steps, paces) = (t.a.add(start), (end - start) / depth, depth / SUM_BLOCK);
-            zero();
-            if t.rows > TILE_ROWS {
-                walk::<Codes, true>(t, a, b, steps, depth, &mut pace, paces);
-                store::<true>(sums.0.as_mut_ptr().cast());
-            } else {
-                walk::<Codes, false>(t, a, b, steps, depth, &mut pace, paces);
-                store::<false>(sums.0.as_mut_ptr().cast());
+                columns[v] = _mm512_loadu_ps(t.column_scales.add(16 * v));
             }
-            let last = end == t.k;
-            let at = start / t.group * PANEL;
-            let mut scales = [_mm512_setzero_ps(); 2];
-            let mut zero_points = scales;
-            let mut columns = scales;
+            if zeros {
+                zero_points[v] = Avx512Bf16::load_f16(t.group_zeros.add(at + 16 * v));
+            }
+        }
+        for row in 0..t.rows {
+            let act_sums = t.act_sums.add(row * t.act_sum_stride);
+            let act_sum = *act_sums.add(end / SUM_BLOCK) - *act_sums.add(start / SUM_BLOCK);
+            let act_scale = *t.act_scales.add(row * t.act_scale_stride + start / t.act_group);
+            let correction = _mm512_set1_epi32(-offset * act_sum);
+            let act_scales = _mm512_set1_ps(act_scale);
             for v in 0..2 {
-                if WG {
-                    scales[v] = Avx512Bf16::load_f16(t.group_scales.add(at + 16 * v));
-                } else {
-                    columns[v] = _mm512_loadu_ps(t.column_scales.add(16 * v));
-                }
+                let out = t.out.add(row * PANEL + 16 * v);
+                let dot = _mm512_load_si512(sums.add(row * PANEL + 16 * v).cast());
+                let dot = _mm512_cvtepi32_ps(_mm512_add_epi32(dot, correction));
+                let before = if start == 0 { _mm512_setzero_ps() } else { _mm512_load_ps(out) };
+                let factor = match (WG, AG) {
+                    (true, true) => _mm512_mul_ps(scales[v], act_scales),
+                    (true, false) => scales[v],
+                    (false, _) => act_scales,
+                };
+                let mut total = _mm512_fmadd_ps(dot, factor, before);
                 if zeros {
-                    zero_points[v] = Avx512Bf16::load_f16(t.group_zeros.add(at + 16 * v));
+                    let negative = -(act_sum as f32);
+                    let zero_sum = _mm512_set1_ps(if AG { negative * act_scale } else { negative });
+                    total = _mm512_fmadd_ps(zero_points[v], zero_sum, total);
                 }
-            }
-            for row in 0..t.rows {
-                let act_sums = t.act_sums.add(row * t.act_sum_stride);
-                let act_sum = *act_sums.add(end / SUM_BLOCK) - *act_sums.add(start / SUM_BLOCK);
-                let act_scale = *t.act_scales.add(row * t.act_scale_stride + start / t.act_group);
-                let correction = _mm512_set1_epi32(-offset * act_sum);
-                let act_scales = _mm512_set1_ps(act_scale);
-                let negative = -(act_sum as f32);
-                let zero_sum = _mm512_set1_ps(if AG { negative * act_scale } else { negative });
-                for v in 0..2 {
-                    let out = t.out.add(row * PANEL + 16 * v);
-                    let dot = _mm512_load_si512(sums.0[row].as_ptr().add(16 * v).cast());
-                    let dot = _mm512_cvtepi32_ps(_mm512_add_epi32(dot, correction));
-                    let before = if start == 0 { _mm512_setzero_ps() } else { _mm512_load_ps(out) };
-                    let mut total = match (WG, AG) {
-                        (false, false) => dot,
-                        (true, false) => _mm512_fmadd_ps(dot, scales[v], before),
-                        (false, true) => _mm512_fmadd_ps(dot, act_scales, before),
-                        (true, true) => _mm512_fmadd_ps(dot, _mm512_mul_ps(scales[v], act_scales), before),
+                if last {
+                    total = match (WG, AG) {
+                        (true, true) => _mm512_mul_ps(total, _mm512_set1_ps(t.unit)),
+                        (true, false) => _mm512_mul_ps(total, _mm512_set1_ps(act_scale * t.unit)),
+                        (false, _) => _mm512_mul_ps(total, columns[v]),
                     };
-                    if zeros {
-                        total = _mm512_fmadd_ps(zero_points[v], zero_sum, total);
-                    }
-                    if last {
-                        total = match (WG, AG) {
-                            (false, false) => _mm512_mul_ps(_mm512_mul_ps(total, columns[v]), act_scales),
-                            (false, true) => _mm512_mul_ps(total, columns[v]),
-                            (true, false) => _mm512_mul_ps(total, _mm512_set1_ps(act_scale * t.unit)),
-                            (true, true) => _mm512_mul_ps(total, _mm512_set1_ps(t.unit)),
-                        };
-                    }
-                    _mm512_store_ps(out, total);
                 }
+                _mm512_store_ps(out, total);
             }
-            start = end;
         }
     }
 }

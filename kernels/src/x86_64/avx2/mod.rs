@@ -12,7 +12,7 @@ pub(crate) mod simd;
 
 use crate::isa::Isa;
 use crate::reference::rows;
-use crate::table::{Form, KernelTable, PANEL, RowKernels, SEGMENT, Tile, TileFn, TileKernels};
+use crate::table::{Form, KernelTable, PANEL, RowKernels, Tile, TileFn, TileKernels};
 use crate::tiles::{self, DotI4, DotI8};
 use integer::{PairI8, WideI4};
 use simd::{Avx2, AvxVnni};
@@ -83,7 +83,8 @@ pub(crate) static AVX_VNNI: KernelTable = KernelTable {
 };
 
 /// The portable row operations, compiled for 256-bit vectors: the same bits, vectorised.
-const ROWS: RowKernels = RowKernels { rmsnorm, to_bf16, to_i8, silu_mul, row_max, add_scaled };
+const ROWS: RowKernels =
+    RowKernels { rmsnorm, to_bf16, to_i8, silu_f32, silu_bf16, store, add, row_max, add_scaled };
 
 #[target_feature(enable = "avx2,fma")]
 unsafe fn rmsnorm(src: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
@@ -101,8 +102,27 @@ unsafe fn to_i8(src: &[f32], group: usize, codes: &mut [i8], wide: &mut [i16], s
 }
 
 #[target_feature(enable = "avx2,fma")]
-unsafe fn silu_mul(gate: &[f32; SEGMENT], up: &[f32; SEGMENT], out: &mut [f32; SEGMENT]) {
-    rows::silu_mul(gate, up, out);
+unsafe fn silu_f32(tile: &[[f32; PANEL]], len: usize, out: *mut f32, stride: usize) {
+    // SAFETY: handed on.
+    unsafe { rows::silu_f32(tile, len, out, stride) }
+}
+
+#[target_feature(enable = "avx2,fma")]
+unsafe fn silu_bf16(tile: &[[f32; PANEL]], len: usize, out: *mut u16, stride: usize) {
+    // SAFETY: handed on.
+    unsafe { rows::silu_bf16(tile, len, out, stride) }
+}
+
+#[target_feature(enable = "avx2,fma")]
+unsafe fn store(tile: &[[f32; PANEL]], out: *mut f32, stride: usize) {
+    // SAFETY: handed on.
+    unsafe { rows::store(tile, out, stride) }
+}
+
+#[target_feature(enable = "avx2,fma")]
+unsafe fn add(tile: &[[f32; PANEL]], out: *mut f32, stride: usize) {
+    // SAFETY: handed on.
+    unsafe { rows::add(tile, out, stride) }
 }
 
 #[target_feature(enable = "avx2,fma")]
