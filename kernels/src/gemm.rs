@@ -169,6 +169,7 @@ pub(crate) unsafe fn run_panels(acts: &Acts, rows: Range<usize>, w: &Matrix, pan
                         k_from: chunk * k_chunk,
                         k_to,
                         panel: weights.data.as_ptr(),
+                        panel_again: tile + 1 < tiles,
                         column_scales: weights.column_scales.as_ptr(),
                         group_scales: weights.group_scales.map_or(std::ptr::null(), <[u16]>::as_ptr),
                         group_zeros: weights.group_zeros.map_or(std::ptr::null(), <[u16]>::as_ptr),

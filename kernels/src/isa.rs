@@ -31,8 +31,7 @@ pub enum Isa {
 
 impl Isa {
     /// All levels, weakest first.
-    pub const ALL: [Isa; 7] =
-        [Isa::Scalar, Isa::Avx2, Isa::AvxVnni, Isa::Avx512, Isa::Avx512Bf16, Isa::Amx, Isa::Neon];
+    pub const ALL: [Isa; 7] = [Isa::Scalar, Isa::Avx2, Isa::AvxVnni, Isa::Avx512, Isa::Avx512Bf16, Isa::Amx, Isa::Neon];
 
     /// The best level of this CPU.
     pub fn detect() -> Isa {

@@ -42,6 +42,8 @@ pub(crate) struct Tile {
     pub(crate) k_to: usize,
     /// All of the panel's codes.
     pub(crate) panel: *const u8,
+    /// Whether other tiles read the same part of the panel after this one.
+    pub(crate) panel_again: bool,
     /// Per-column f32 scales of the panel (`Int8`).
     pub(crate) column_scales: *const f32,
     /// f16 scales `[group][PANEL]` of the panel (grouped kinds).

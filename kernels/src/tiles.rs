@@ -17,7 +17,11 @@ impl Pace {
     #[inline(always)]
     pub(crate) fn new(t: &Tile, parts: usize) -> Pace {
         let lines = t.prefetch_bytes / 64;
-        Pace { next: t.prefetch, lines_left: lines, lines_per_step: lines.div_ceil((t.k_to - t.k_from) / SUM_BLOCK * parts) }
+        Pace {
+            next: t.prefetch,
+            lines_left: lines,
+            lines_per_step: lines.div_ceil((t.k_to - t.k_from) / SUM_BLOCK * parts),
+        }
     }
 
     /// # Safety

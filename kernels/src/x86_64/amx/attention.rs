@@ -9,7 +9,7 @@ use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
 
 use super::{TileShapes, configure, release};
-use crate::attention::kernels::{AttentionKernels, Around, Blocks, CHUNK, CHUNK_BLOCKS, SoftmaxRows};
+use crate::attention::kernels::{Around, AttentionKernels, Blocks, CHUNK, CHUNK_BLOCKS, SoftmaxRows};
 use crate::kv::BLOCK_TOKENS;
 use crate::rope::MAX_HEAD_DIM;
 use crate::x86_64::avx512::attention::BF16 as VECTORS;

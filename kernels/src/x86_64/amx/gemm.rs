@@ -21,8 +21,8 @@ const TILE_ROWS: usize = 16;
 const ROWS_MAX: usize = 2 * TILE_ROWS;
 /// Bytes of a row of a panel: 32 columns of four bytes.
 const PANEL_ROW: usize = 4 * PANEL;
-/// Activations of a block: half of the 2 MiB of L2 that every CPU with AMX has.
-const BLOCK_BYTES: usize = 1 << 20;
+/// Activations of a block: they stay in the 2 MiB of L2 that CPUs with AMX have (from 1 MiB on they were measured not to).
+const BLOCK_BYTES: usize = 800 << 10;
 /// Up to so many rows vector dot products are as fast where sums are scaled every few values of K.
 const VECTOR_ROWS: usize = 4;
 
@@ -32,10 +32,10 @@ const NIBBLES: [TileFn; ROWS_MAX] = [codes::<4>; ROWS_MAX];
 
 pub(crate) static AMX: KernelTable = KernelTable {
     isa: Isa::Amx,
-    bf16: tiles(&BF16, 256, enter_bf16),
-    i8_row: tiles(&BYTES, 512, enter_codes),
-    i8_group: tiles(&BYTES, 512, enter_codes),
-    i4: tiles(&NIBBLES, 512, enter_codes),
+    bf16: tiles(&BF16, 512, enter_bf16),
+    i8_row: tiles(&BYTES, 1024, enter_codes),
+    i8_group: tiles(&BYTES, 1024, enter_codes),
+    i4: tiles(&NIBBLES, 1024, enter_codes),
     peaks: PeakKernels { bf16: peak_bf16, int8: peak_int8, int4: peak_int8, ..AVX512_BF16.peaks },
     ..AVX512_BF16
 };
@@ -71,11 +71,12 @@ fn depth_of(stretch: usize) -> usize {
 
 /// How two operands are multiplied.
 trait Product {
-    /// `sums[i][j] += first[i] x second[j]` for the tiles of the given rows.
+    /// `sums[i][j] += first[i] x second[j]` for the tiles of the given rows. The operand that is not needed again soon is read
+    /// past L1, where the other one stays: activations with `AGAIN` (a part of a panel meets many rows), else the panel.
     ///
     /// # Safety
     /// Tiles are configured; `a` has the rows, `b` a panel row per four bytes of a step.
-    unsafe fn step<const TWO: bool>(a: *const u8, a_stride: usize, b: *const u8);
+    unsafe fn step<const TWO: bool, const AGAIN: bool>(a: *const u8, a_stride: usize, b: *const u8);
 }
 
 macro_rules! product {
@@ -84,43 +85,51 @@ macro_rules! product {
 
         impl Product for $name {
             #[inline(always)]
-            unsafe fn step<const TWO: bool>(a: *const u8, a_stride: usize, b: *const u8) {
-                // SAFETY: the caller's contract; only tile registers change, which nothing else uses.
+            unsafe fn step<const TWO: bool, const AGAIN: bool>(a: *const u8, a_stride: usize, b: *const u8) {
+                // SAFETY: the caller's contract.
                 unsafe {
-                    if TWO {
-                        asm!(
-                            "tileloadd tmm4, [{a} + {a_stride}*1]",
-                            "tileloadd tmm6, [{b} + {b_stride}*1]",
-                            concat!($instruction, " tmm0, tmm4, tmm6"),
-                            "tileloadd tmm7, [{b} + {b_stride}*1 + 64]",
-                            concat!($instruction, " tmm1, tmm4, tmm7"),
-                            "tileloadd tmm5, [{a2} + {a_stride}*1]",
-                            concat!($instruction, " tmm2, tmm5, tmm6"),
-                            concat!($instruction, " tmm3, tmm5, tmm7"),
-                            a = in(reg) a,
-                            a2 = in(reg) a.wrapping_add(TILE_ROWS * a_stride),
-                            a_stride = in(reg) a_stride,
-                            b = in(reg) b,
-                            b_stride = in(reg) PANEL_ROW,
-                            options(nostack, preserves_flags, readonly)
-                        );
-                    } else {
-                        asm!(
-                            "tileloadd tmm4, [{a} + {a_stride}*1]",
-                            "tileloadd tmm6, [{b} + {b_stride}*1]",
-                            concat!($instruction, " tmm0, tmm4, tmm6"),
-                            "tileloadd tmm7, [{b} + {b_stride}*1 + 64]",
-                            concat!($instruction, " tmm1, tmm4, tmm7"),
-                            a = in(reg) a,
-                            a_stride = in(reg) a_stride,
-                            b = in(reg) b,
-                            b_stride = in(reg) PANEL_ROW,
-                            options(nostack, preserves_flags, readonly)
-                        );
+                    match (TWO, AGAIN) {
+                        (true, true) => product!(@two $instruction, "tileloaddt1", "tileloadd", a, a_stride, b),
+                        (true, false) => product!(@two $instruction, "tileloadd", "tileloaddt1", a, a_stride, b),
+                        (false, true) => product!(@one $instruction, "tileloaddt1", "tileloadd", a, a_stride, b),
+                        (false, false) => product!(@one $instruction, "tileloadd", "tileloaddt1", a, a_stride, b),
                     }
                 }
             }
         }
+    };
+    // Only tile registers change, which nothing else uses.
+    (@two $instruction:literal, $load_a:literal, $load_b:literal, $a:expr, $a_stride:expr, $b:expr) => {
+        asm!(
+            concat!($load_a, " tmm4, [{a} + {a_stride}*1]"),
+            concat!($load_b, " tmm6, [{b} + {b_stride}*1]"),
+            concat!($instruction, " tmm0, tmm4, tmm6"),
+            concat!($load_b, " tmm7, [{b} + {b_stride}*1 + 64]"),
+            concat!($instruction, " tmm1, tmm4, tmm7"),
+            concat!($load_a, " tmm5, [{a2} + {a_stride}*1]"),
+            concat!($instruction, " tmm2, tmm5, tmm6"),
+            concat!($instruction, " tmm3, tmm5, tmm7"),
+            a = in(reg) $a,
+            a2 = in(reg) $a.wrapping_add(TILE_ROWS * $a_stride),
+            a_stride = in(reg) $a_stride,
+            b = in(reg) $b,
+            b_stride = in(reg) PANEL_ROW,
+            options(nostack, preserves_flags, readonly)
+        )
+    };
+    (@one $instruction:literal, $load_a:literal, $load_b:literal, $a:expr, $a_stride:expr, $b:expr) => {
+        asm!(
+            concat!($load_a, " tmm4, [{a} + {a_stride}*1]"),
+            concat!($load_b, " tmm6, [{b} + {b_stride}*1]"),
+            concat!($instruction, " tmm0, tmm4, tmm6"),
+            concat!($load_b, " tmm7, [{b} + {b_stride}*1 + 64]"),
+            concat!($instruction, " tmm1, tmm4, tmm7"),
+            a = in(reg) $a,
+            a_stride = in(reg) $a_stride,
+            b = in(reg) $b,
+            b_stride = in(reg) PANEL_ROW,
+            options(nostack, preserves_flags, readonly)
+        )
     };
 }
 
@@ -171,6 +180,26 @@ unsafe fn store<const TWO: bool>(to: *mut u8) {
 #[inline(always)]
 unsafe fn walk<P: Product, const TWO: bool>(
     t: &Tile,
+    a: *const u8,
+    b: *const u8,
+    steps: usize,
+    depth: usize,
+    pace: &mut Pace,
+    paces: usize,
+) {
+    // SAFETY: the caller's contract.
+    unsafe {
+        if t.panel_again {
+            walk_by::<P, TWO, true>(t, a, b, steps, depth, pace, paces);
+        } else {
+            walk_by::<P, TWO, false>(t, a, b, steps, depth, pace, paces);
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn walk_by<P: Product, const TWO: bool, const AGAIN: bool>(
+    t: &Tile,
     mut a: *const u8,
     mut b: *const u8,
     steps: usize,
@@ -184,7 +213,7 @@ unsafe fn walk<P: Product, const TWO: bool>(
             for _ in 0..paces {
                 pace.step::<Avx512Bf16>();
             }
-            P::step::<TWO>(a, t.a_stride, b);
+            P::step::<TWO, AGAIN>(a, t.a_stride, b);
         }
         a = a.wrapping_add(depth);
         b = b.wrapping_add(depth / 4 * PANEL_ROW);
@@ -272,9 +301,11 @@ unsafe fn codes<const BITS: usize>(t: &Tile) {
         match (!t.group_scales.is_null(), t.act_group < t.k) {
             (false, false) if t.rows > TILE_ROWS => by_row::<true>(t),
             (false, false) => by_row::<false>(t),
-            (false, true) => scaled::<BITS, false, true>(t),
-            (true, false) => scaled::<BITS, true, false>(t),
-            (true, true) => scaled::<BITS, true, true>(t),
+            (false, true) => scaled::<BITS, false, true, false>(t),
+            (true, false) if t.group_zeros.is_null() => scaled::<BITS, true, false, false>(t),
+            (true, true) if t.group_zeros.is_null() => scaled::<BITS, true, true, false>(t),
+            (true, false) => scaled::<BITS, true, false, true>(t),
+            (true, true) => scaled::<BITS, true, true, true>(t),
         }
     }
 }
@@ -335,7 +366,7 @@ unsafe fn by_row<const TWO: bool>(t: &Tile) {
 /// Groups on the weights' side (`WG`), the activations' (`AG`) or both. While the sums of one stretch of K are scaled, the tile
 /// unit works on the next: that is why there are two sets of sums.
 #[inline(always)]
-unsafe fn scaled<const BITS: usize, const WG: bool, const AG: bool>(t: &Tile) {
+unsafe fn scaled<const BITS: usize, const WG: bool, const AG: bool, const ZEROS: bool>(t: &Tile) {
     let stretch = t.group.min(t.act_group);
     let depth = depth_of(stretch);
     let mut pace = Pace::new(t, 1);
@@ -347,6 +378,9 @@ unsafe fn scaled<const BITS: usize, const WG: bool, const AG: bool>(t: &Tile) {
     let mut before = None;
     // SAFETY: as for `bf16`; codes have a byte (half a byte) per value, scales and sums exist for every group (Tile's contract).
     unsafe {
+        if start == 0 {
+            t.out.write_bytes(0, t.rows * PANEL);
+        }
         while start < t.k_to {
             let end = (start + stretch).min(t.k);
             let b = if BITS == 4 {
@@ -366,78 +400,94 @@ unsafe fn scaled<const BITS: usize, const WG: bool, const AG: bool>(t: &Tile) {
                 store::<false>(to.cast());
             }
             if let Some((start, end, sums)) = before {
-                scale::<BITS, WG, AG>(t, start, end, sums);
+                scale::<BITS, WG, AG, ZEROS>(t, start, end, sums);
             }
             before = Some((start, end, to.cast_const()));
             (start, turn) = (end, 1 - turn);
         }
         if let Some((start, end, sums)) = before {
-            scale::<BITS, WG, AG>(t, start, end, sums);
+            scale::<BITS, WG, AG, ZEROS>(t, start, end, sums);
+        }
+        if t.k_to == t.k {
+            finish::<WG, AG>(t);
         }
     }
 }
 
-/// Adds the exact sums of one stretch to the totals in `t.out`; the arithmetic is that of `tiles::accumulate` and `finish`.
+/// Adds the exact sums of one stretch to the totals in `t.out`; the arithmetic is that of `tiles::accumulate`.
 #[inline(always)]
-unsafe fn scale<const BITS: usize, const WG: bool, const AG: bool>(
+unsafe fn scale<const BITS: usize, const WG: bool, const AG: bool, const ZEROS: bool>(
     t: &Tile,
     start: usize,
     end: usize,
     sums: *const i32,
 ) {
-    let zeros = WG && !t.group_zeros.is_null();
-    let offset = match (zeros, BITS) {
+    let offset = match (ZEROS, BITS) {
         (true, _) => 0,
         (false, 4) => 8,
         (false, _) => 128,
     };
-    let last = end == t.k;
     let at = start / t.group * PANEL;
     // SAFETY: the caller's contract.
     unsafe {
-        let mut scales = [_mm512_setzero_ps(); 2];
+        let mut scales = [_mm512_set1_ps(0.0); 2];
         let mut zero_points = scales;
-        let mut columns = scales;
         for v in 0..2 {
             if WG {
                 scales[v] = Avx512Bf16::load_f16(t.group_scales.add(at + 16 * v));
-            } else {
-                columns[v] = _mm512_loadu_ps(t.column_scales.add(16 * v));
             }
-            if zeros {
+            if ZEROS {
                 zero_points[v] = Avx512Bf16::load_f16(t.group_zeros.add(at + 16 * v));
             }
         }
-        for row in 0..t.rows {
-            let act_sums = t.act_sums.add(row * t.act_sum_stride);
-            let act_sum = *act_sums.add(end / SUM_BLOCK) - *act_sums.add(start / SUM_BLOCK);
-            let act_scale = *t.act_scales.add(row * t.act_scale_stride + start / t.act_group);
+        let mut sum_before = t.act_sums.add(start / SUM_BLOCK);
+        let mut sum_after = t.act_sums.add(end / SUM_BLOCK);
+        let mut act_scale = t.act_scales.add(start / t.act_group);
+        let (mut dots, mut out) = (sums, t.out);
+        for _ in 0..t.rows {
+            let act_sum = *sum_after - *sum_before;
             let correction = _mm512_set1_epi32(-offset * act_sum);
-            let act_scales = _mm512_set1_ps(act_scale);
+            let act_scales = _mm512_set1_ps(*act_scale);
             for v in 0..2 {
-                let out = t.out.add(row * PANEL + 16 * v);
-                let dot = _mm512_load_si512(sums.add(row * PANEL + 16 * v).cast());
-                let dot = _mm512_cvtepi32_ps(_mm512_add_epi32(dot, correction));
-                let before = if start == 0 { _mm512_setzero_ps() } else { _mm512_load_ps(out) };
+                let mut dot = _mm512_load_si512(dots.add(16 * v).cast());
+                if offset != 0 {
+                    dot = _mm512_add_epi32(dot, correction);
+                }
                 let factor = match (WG, AG) {
                     (true, true) => _mm512_mul_ps(scales[v], act_scales),
                     (true, false) => scales[v],
                     (false, _) => act_scales,
                 };
-                let mut total = _mm512_fmadd_ps(dot, factor, before);
-                if zeros {
+                let mut total = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), factor, _mm512_load_ps(out.add(16 * v)));
+                if ZEROS {
                     let negative = -(act_sum as f32);
-                    let zero_sum = _mm512_set1_ps(if AG { negative * act_scale } else { negative });
+                    let zero_sum = _mm512_set1_ps(if AG { negative * *act_scale } else { negative });
                     total = _mm512_fmadd_ps(zero_points[v], zero_sum, total);
                 }
-                if last {
-                    total = match (WG, AG) {
-                        (true, true) => _mm512_mul_ps(total, _mm512_set1_ps(t.unit)),
-                        (true, false) => _mm512_mul_ps(total, _mm512_set1_ps(act_scale * t.unit)),
-                        (false, _) => _mm512_mul_ps(total, columns[v]),
-                    };
-                }
-                _mm512_store_ps(out, total);
+                _mm512_store_ps(out.add(16 * v), total);
+            }
+            sum_before = sum_before.add(t.act_sum_stride);
+            sum_after = sum_after.add(t.act_sum_stride);
+            act_scale = act_scale.add(t.act_scale_stride);
+            (dots, out) = (dots.add(PANEL), out.add(PANEL));
+        }
+    }
+}
+
+/// Applies the scales that hold for the whole of K, as `tiles::finish` does.
+#[inline(always)]
+unsafe fn finish<const WG: bool, const AG: bool>(t: &Tile) {
+    // SAFETY: the caller's contract.
+    unsafe {
+        for row in 0..t.rows {
+            let factor = match (WG, AG) {
+                (true, true) => t.unit,
+                _ => *t.act_scales.add(row * t.act_scale_stride) * t.unit,
+            };
+            for v in 0..2 {
+                let out = t.out.add(row * PANEL + 16 * v);
+                let factor = if WG { _mm512_set1_ps(factor) } else { _mm512_loadu_ps(t.column_scales.add(16 * v)) };
+                _mm512_store_ps(out, _mm512_mul_ps(_mm512_load_ps(out), factor));
             }
         }
     }

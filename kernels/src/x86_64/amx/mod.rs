@@ -42,8 +42,7 @@ pub(crate) struct TileShapes {
 #[inline]
 pub(crate) unsafe fn configure(shapes: TileShapes) {
     let rows = shapes.rows as u8;
-    let mut config =
-        Shapes { palette: 1, start_row: 0, reserved: [0; 14], bytes_per_row: [0; 16], rows: [0; 16] };
+    let mut config = Shapes { palette: 1, start_row: 0, reserved: [0; 14], bytes_per_row: [0; 16], rows: [0; 16] };
     for tile in 0..8 {
         config.bytes_per_row[tile] = 64;
         config.rows[tile] = rows;

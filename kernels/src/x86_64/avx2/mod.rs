@@ -83,8 +83,7 @@ pub(crate) static AVX_VNNI: KernelTable = KernelTable {
 };
 
 /// The portable row operations, compiled for 256-bit vectors: the same bits, vectorised.
-const ROWS: RowKernels =
-    RowKernels { rmsnorm, to_bf16, to_i8, silu_f32, silu_bf16, store, add, row_max, add_scaled };
+const ROWS: RowKernels = RowKernels { rmsnorm, to_bf16, to_i8, silu_f32, silu_bf16, store, add, row_max, add_scaled };
 
 #[target_feature(enable = "avx2,fma")]
 unsafe fn rmsnorm(src: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
