@@ -137,7 +137,7 @@ unsafe fn scores(rows: usize, q: *const u8, blocks: &Blocks, s: *mut f32) {
     }
     let (q_stride, s_stride, steps) = (2 * head_dim, 4 * CHUNK, head_dim / DEPTH);
     let mut ahead = Ahead::new(blocks, steps * blocks.count);
-    // SAFETY (of all below): rows of q and s and blocks of K are the caller's; tiles have at most the rows of the slice.
+    // SAFETY: rows of q and s and blocks of K are the caller's; tiles have at most the rows of the slice.
     unsafe {
         slices(rows, |row, two| {
             let q = q.add(row * q_stride);
@@ -247,7 +247,7 @@ unsafe fn values(rows: usize, p: *const u8, blocks: &Blocks, correction: *const 
     let pairs = blocks.count.div_ceil(2);
     let mut copies = Pairs([MaybeUninit::uninit(); CHUNK * MAX_HEAD_DIM * 2]);
     let mut at = [std::ptr::null::<u8>(); CHUNK_BLOCKS / 2];
-    // SAFETY (of all below): blocks of V are in the cache, `copies` has room for a chunk of the largest head; rows of p, o and
+    // SAFETY: blocks of V are in the cache, `copies` has room for a chunk of the largest head; rows of p, o and
     // the corrections are the caller's; tiles have at most the rows of the slice.
     unsafe {
         for pair in 0..pairs {
