@@ -1,40 +1,15 @@
 //! Steps of running answers allocate nothing: the engine keeps and uses its memory again. Alone in its binary, because the
 //! counting allocator counts every thread.
 
+mod counting;
+
+use counting::ALLOCATIONS;
 use ernie_engine::params::{ChoiceSoFar, EngineRequest, RequestId, SamplingParams};
 use ernie_engine::runner::RunnerLimits;
 use ernie_engine::runner::mirror::MirrorRunner;
 use ernie_engine::{Engine, EngineConfig, StepOutputs};
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-
-struct Counting;
-
-static ALLOCATIONS: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: passes every call on to the system's allocator, unchanged.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller's promise about `layout` is passed on.
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        // SAFETY: the caller's promise about `pointer` and `layout` is passed on.
-        unsafe { System.dealloc(pointer, layout) }
-    }
-
-    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller's promise about `pointer`, `layout` and `size` is passed on.
-        unsafe { System.realloc(pointer, layout, size) }
-    }
-}
-
-#[global_allocator]
-static COUNTING: Counting = Counting;
+use std::sync::atomic::Ordering;
 
 #[test]
 fn a_step_of_running_answers_allocates_nothing() {

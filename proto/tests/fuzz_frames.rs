@@ -7,26 +7,11 @@ use ernie_proto::worker::{
     ChoiceSoFar, Fatal, FinishReason, FromWorker, Grammar, Hello, Load, LoadPhase, LoadProgress, PromptLogprobs,
     SamplingParams, SequenceOutput, Started, StepReport, StepStats, Submit, ToWorker, TokenLogprobs,
 };
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
 use std::io::Cursor;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
-
-/// SplitMix64.
-struct Random(u64);
-
-impl Random {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn below(&mut self, n: usize) -> usize {
-        (self.next() % n.max(1) as u64) as usize
-    }
-}
 
 fn from_worker() -> Vec<FromWorker> {
     let logprobs = TokenLogprobs { logprob: -0.5, rank: 1, top: vec![(7, -0.5), (9, -1.5)] };
@@ -82,27 +67,27 @@ fn to_worker() -> Vec<ToWorker> {
     ]
 }
 
-fn mutate(bytes: &mut Vec<u8>, random: &mut Random) {
-    for _ in 0..=random.below(6) {
+fn mutate(bytes: &mut Vec<u8>, random: &mut StdRng) {
+    for _ in 0..=random.random_range(0..6) {
         if bytes.is_empty() {
-            bytes.push(random.next() as u8);
+            bytes.push(random.random::<u8>());
             continue;
         }
-        let at = random.below(bytes.len());
-        match random.below(7) {
-            0 => bytes[at] ^= 1 << random.below(8),
-            1 => bytes[at] = random.next() as u8,
+        let at = random.random_range(0..bytes.len());
+        match random.random_range(0..7) {
+            0 => bytes[at] ^= 1 << random.random_range(0..8),
+            1 => bytes[at] = random.random::<u8>(),
             2 => bytes.truncate(at),
-            3 => bytes.insert(at, random.next() as u8),
+            3 => bytes.insert(at, random.random::<u8>()),
             // Lengths are varints: runs of 0xff claim as much as can be claimed.
             4 => bytes.splice(at..at, [0xff; 9]).for_each(drop),
             5 => {
-                let end = (at + random.below(16)).min(bytes.len());
+                let end = (at + random.random_range(0..16)).min(bytes.len());
                 let part = bytes[at..end].to_vec();
-                let to = random.below(bytes.len());
+                let to = random.random_range(0..bytes.len());
                 bytes.splice(to..to, part).for_each(drop);
             }
-            _ => bytes.extend((0..random.below(32)).map(|_| random.next() as u8)),
+            _ => bytes.extend((0..random.random_range(0..32)).map(|_| random.random::<u8>())),
         }
     }
 }
@@ -118,7 +103,7 @@ fn settings() -> (Duration, u64) {
 #[test]
 fn mutated_frames_are_errors_or_messages_and_never_a_panic() {
     let (time, seed) = settings();
-    let mut random = Random(seed);
+    let mut random = StdRng::seed_from_u64(seed);
     let ours = from_worker().into_iter().map(|m| frame::encode(&m));
     let theirs = to_worker().into_iter().map(|m| frame::encode(&m));
     let corpus: Vec<Vec<u8>> = ours.chain(theirs).map(|frame| frame.expect("encodes")).collect();
@@ -126,7 +111,7 @@ fn mutated_frames_are_errors_or_messages_and_never_a_panic() {
     let mut buffer = Vec::new();
     while begin.elapsed() < time {
         for _ in 0..1000 {
-            let mut bytes = corpus[random.below(corpus.len())].clone();
+            let mut bytes = corpus[random.random_range(0..corpus.len())].clone();
             mutate(&mut bytes, &mut random);
             tried += 1;
             // As a payload, in both directions.

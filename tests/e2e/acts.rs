@@ -6,6 +6,7 @@
 
 use anyhow::{Result, ensure};
 use ernied_tests::client::{unix_get, unix_post};
+use ernied_tests::storm::Dice;
 use ernied_tests::{DaemonOptions, TestDaemon};
 use serde_json::json;
 use std::path::Path;
@@ -16,14 +17,6 @@ use tokio::time::{Instant, sleep};
 const ACTS: u64 = 400;
 const ACTS_PER_KILL: u64 = 130;
 const PATIENCE: Duration = Duration::from_secs(60);
-
-/// SplitMix64: moments are random and can be repeated.
-fn random(state: &mut u64) -> u64 {
-    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let z = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    z ^ (z >> 31)
-}
 
 fn number(name: &str, otherwise: u64) -> u64 {
     std::env::var(name).ok().and_then(|v| v.parse().ok()).unwrap_or(otherwise)
@@ -42,14 +35,15 @@ async fn answers(socket: &Path) -> Result<()> {
 #[tokio::test(flavor = "multi_thread")]
 async fn acts_survive_kills_of_the_daemon_with_an_unbroken_chain() -> Result<()> {
     let wanted = number("ERNIED_TEST_ACTS", ACTS);
-    let mut seed = number("ERNIED_TEST_SEED", 1);
+    let seed = number("ERNIED_TEST_SEED", 1);
     println!("seed {seed}");
+    let mut dice = Dice::new(seed);
     let mut daemon = TestDaemon::spawn(DaemonOptions::default().flags(&["--log-level", "error"])).await?;
     answers(&daemon.socket).await?;
     let (mut done, mut kills) = (0, 0);
     while done < wanted {
         // Until a moment that is drawn: within an act, or between two.
-        let moment = Duration::from_micros(random(&mut seed) % 1_500_000);
+        let moment = Duration::from_micros(dice.below(1_500_000));
         let socket = daemon.socket.clone();
         let acting = tokio::spawn(async move {
             let mut done = 0u64;

@@ -13,17 +13,7 @@ pub(super) fn seal(dir: &Path, json: bool) -> ExitCode {
     let sealed = model_store::seal(dir, &|done, total| progress.at(done, total));
     match sealed {
         Ok(manifest) => {
-            let sealed = told(dir, &manifest, began);
-            show(json, &sealed, |s| {
-                format!(
-                    "sealed {}: {} files, {} in {:.1} s\nrevision {}\n",
-                    s.dir.display(),
-                    s.files,
-                    bytes(s.bytes),
-                    s.seconds,
-                    s.revision
-                )
-            });
+            show(json, &told(dir, &manifest, began), |s| format!("sealed {}{}", s.dir.display(), figures(s)));
             ExitCode::SUCCESS
         }
         Err(error) => complain(&error),
@@ -38,20 +28,15 @@ pub(super) fn verify(dir: &Path, json: bool) -> ExitCode {
         Ok(model) => {
             let manifest = model.manifest().cloned().unwrap_or_default();
             let sealed = told(model.dir(), &manifest, began);
-            show(json, &sealed, |s| {
-                format!(
-                    "{} is what its manifest says: {} files, {} in {:.1} s\nrevision {}\n",
-                    s.dir.display(),
-                    s.files,
-                    bytes(s.bytes),
-                    s.seconds,
-                    s.revision
-                )
-            });
+            show(json, &sealed, |s| format!("{} is what its manifest says{}", s.dir.display(), figures(s)));
             ExitCode::SUCCESS
         }
         Err(error) => complain(&error),
     }
+}
+
+fn figures(s: &Sealed) -> String {
+    format!(": {} files, {} in {:.1} s\nrevision {}\n", s.files, bytes(s.bytes), s.seconds, s.revision)
 }
 
 fn told(dir: &Path, manifest: &Manifest, began: Instant) -> Sealed {

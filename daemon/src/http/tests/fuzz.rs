@@ -5,23 +5,21 @@
 use super::*;
 use crate::text::chat_template::Conversation;
 use ernie_proto::openai::{ChatCompletionRequest, CompletionRequest, json as strict};
+use rand::rngs::StdRng;
+use rand::{RngExt, SeedableRng};
 use serde_json::{Map, json};
 use std::time::Instant;
 
-/// Small, seedable, the same everywhere.
-struct Dice(u64);
+/// What a round's seed decides.
+struct Dice(StdRng);
 
 impl Dice {
     fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
+        self.0.random()
     }
 
     fn below(&mut self, n: usize) -> usize {
-        (self.next() % n.max(1) as u64) as usize
+        self.0.random_range(0..n.max(1))
     }
 
     fn one<T: Clone>(&mut self, of: &[T]) -> T {
@@ -227,7 +225,7 @@ async fn fuzz_request_parsing_never_panics_and_every_refusal_has_its_shape() {
     let house = House::saying("x<tool_call>{\"name\": \"f\", \"arguments\": {}}</tool_call>").await;
     let (mut taken, mut refused) = (0, 0);
     for seed in rounds(400) {
-        let mut dice = Dice(seed);
+        let mut dice = Dice(StdRng::seed_from_u64(seed));
         let body = body(&mut dice);
         let bytes =
             if dice.below(3) == 0 { damaged(&mut dice, &body.to_string()) } else { body.to_string().into_bytes() };
@@ -259,7 +257,7 @@ fn fuzz_chat_template_rendering_is_bounded_and_user_text_makes_no_control_token(
     let controls: Vec<u32> = text.eos_token_ids().to_vec();
     let (mut rendered, mut refused) = (0, 0);
     for seed in rounds(400) {
-        let mut dice = Dice(seed);
+        let mut dice = Dice(StdRng::seed_from_u64(seed));
         let conversation = Conversation {
             messages: messages(&mut dice).as_array().cloned().unwrap_or_default(),
             tools: (dice.below(3) == 0).then(|| vec![value(&mut dice, 2)]),
@@ -312,7 +310,7 @@ async fn fuzz_streams_join_to_the_whole_answer_whatever_the_tokens_are() {
     .await;
     let tools = json!([{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]);
     for seed in rounds(120) {
-        let mut dice = Dice(seed);
+        let mut dice = Dice(StdRng::seed_from_u64(seed));
         let text: String = (0..dice.below(12)).map(|_| dice.one(PARTS)).collect();
         said.lock().unwrap().clone_from(&text);
         let mut ask = json!({"max_tokens": 1 + dice.below(200)});
