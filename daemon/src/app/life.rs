@@ -16,6 +16,8 @@ use tokio::time::{Instant, MissedTickBehavior, interval};
 const STATISTICS_INTERVAL: Duration = Duration::from_secs(10);
 /// Responses that are already written may take this long to reach their clients after the drain.
 const LAST_BYTES_PATIENCE: Duration = Duration::from_secs(3);
+/// A request on a connection that was accepted before the stop is taken within this.
+const LATE_REQUESTS_PATIENCE: Duration = Duration::from_secs(2);
 /// Asked of systemd with every sign of a load that moves.
 const START_EXTENSION: Duration = Duration::from_secs(60);
 
@@ -147,7 +149,7 @@ impl Daemon {
         );
     }
 
-    /// Readiness first, then lame duck, then the deadline. A second signal ends it at once.
+    /// Readiness first, then lame duck, then those who came before the end of it, then the deadline. A second signal ends it at once.
     async fn leave(&mut self) {
         let server = self.control.config().server.clone();
         let fleet = self.fleet.clone();
@@ -163,9 +165,16 @@ impl Daemon {
                 tracing::info!(seconds = server.lame_duck.as_secs_f64(), "not ready any more; still taking requests");
                 tokio::time::sleep(server.lame_duck).await;
             }
-            let report = fleet.drain(server.drain_timeout).await;
+            let deadline = Instant::now() + server.drain_timeout;
+            if self.socket_outlives_us {
+                // Nobody who comes later is ours, so whoever has come is served, and only then is the fleet told to refuse.
+                self.front.ended(LATE_REQUESTS_PATIENCE.min(server.drain_timeout)).await;
+            }
+            // Without an heir the socket stays open meanwhile, so that newcomers, probes and scrapes get a truthful answer.
+            let report = fleet.drain(deadline.saturating_duration_since(Instant::now()), DrainEnd::Leave).await;
             tracing::info!(finished = report.finished, failed = report.failed, "drained");
-            self.front.stop(LAST_BYTES_PATIENCE).await;
+            self.front.stop_accepting();
+            self.front.ended(LAST_BYTES_PATIENCE).await;
         };
         let signals = &mut self.signals;
         let again = async { while signals.next().await != Asked::Stop {} };

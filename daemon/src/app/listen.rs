@@ -3,12 +3,11 @@
 //! One thread with a runtime of its own accepts and looks at the first bytes of a connection: probes and scrapes are
 //! answered right there, everything else is handed to the main runtime. So a probe never queues behind requests.
 
-use crate::http::listen::serve;
+use crate::http::listen::{Connections, serve};
 use crate::http::{Api, health_router, router};
-use axum::serve::Listener;
 use std::future::pending;
 use std::io;
-use std::net::{SocketAddr, TcpListener as StdListener};
+use std::net::TcpListener as StdListener;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::{TcpListener, TcpStream};
@@ -25,6 +24,15 @@ const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
 /// Paths that are answered by the front's own thread.
 const PROBES: &[&str] = &["/health", "/metrics", "/ping", "/ready", "/livez", "/load", "/version"];
 
+/// Who accepts what still waits in the socket's queue when this daemon stops.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Queue {
+    /// This daemon: the socket ends with it.
+    Ours,
+    /// The next daemon: systemd keeps the socket.
+    Inherited,
+}
+
 /// The running listeners.
 #[derive(Debug)]
 pub(super) struct Front {
@@ -37,14 +45,14 @@ impl Front {
     pub(super) fn start(
         listener: StdListener,
         uds: Option<std::os::unix::net::UnixListener>,
+        queue: Queue,
         api: &Arc<Api>,
     ) -> io::Result<Self> {
         let stop_accepting = CancellationToken::new();
         let served = TaskTracker::new();
         let (to_main, from_front) = mpsc::channel(HANDOVER_MAX);
         let (to_probes, probes) = mpsc::channel(HANDOVER_MAX);
-        let address = listener.local_addr()?;
-        let main = Handed { connections: from_front, address };
+        let main = Handed(from_front);
         let everything = router(Arc::clone(api));
         let health = health_router(Arc::clone(api));
         let settings = api.listen_settings();
@@ -57,11 +65,11 @@ impl Front {
         let stop = stop_accepting.clone();
         std::thread::Builder::new().name("ernied-front".to_owned()).spawn(move || {
             front.block_on(async move {
-                let probes = Handed { connections: probes, address };
+                let probes = Handed(probes);
                 // Probes are answered to the very end of the process, whoever stops accepting before.
                 tokio::spawn(serve(probes, health, settings, CancellationToken::new()));
                 match TcpListener::from_std(listener) {
-                    Ok(listener) => accept(listener, &to_main, &to_probes, stop).await,
+                    Ok(listener) => accept(listener, queue, Desks { main: to_main, probes: to_probes }, stop).await,
                     Err(e) => tracing::error!("the API's listener can not be used: {e}"),
                 }
                 pending::<()>().await;
@@ -71,40 +79,45 @@ impl Front {
         Ok(Self { stop_accepting, served })
     }
 
-    /// Takes no more connections: they wait in the queue of the socket, for whoever inherits it next. Those under way end
-    /// their exchange.
+    /// Takes no more connections than have come by now. Those end with the exchange that is under way, or with their first.
     pub(super) fn stop_accepting(&self) {
         self.stop_accepting.cancel();
     }
 
-    /// Takes no more connections and waits for those under way, up to `patience`.
-    pub(super) async fn stop(&self, patience: Duration) {
-        self.stop_accepting.cancel();
+    /// Waits for the connections to end, up to `patience`.
+    pub(super) async fn ended(&self, patience: Duration) {
         let _ = tokio::time::timeout(patience, self.served.wait()).await;
     }
 }
 
-async fn accept(
-    listener: TcpListener,
-    to_main: &mpsc::Sender<std::net::TcpStream>,
-    to_probes: &mpsc::Sender<std::net::TcpStream>,
-    stop: CancellationToken,
-) {
+/// Where an accepted connection goes.
+#[derive(Debug, Clone)]
+struct Desks {
+    main: mpsc::Sender<std::net::TcpStream>,
+    probes: mpsc::Sender<std::net::TcpStream>,
+}
+
+/// Accepts until the stop, and then what waits in a queue that is ours. The desks close when the last of these connections
+/// has been handed over.
+async fn accept(listener: TcpListener, queue: Queue, desks: Desks, stop: CancellationToken) {
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
-            () = stop.cancelled() => return,
+            () = stop.cancelled() => break,
         };
         match accepted {
             Ok((stream, _)) => {
                 // Tokens are small packets; waiting to fill one would hold every stream back.
                 let _ = stream.set_nodelay(true);
-                let (to_main, to_probes) = (to_main.clone(), to_probes.clone());
+                let (desks, stop) = (desks.clone(), stop.clone());
                 tokio::spawn(async move {
-                    let to = if is_probe(&stream).await { to_probes } else { to_main };
+                    // After the stop nobody waits for its first bytes here: the main router answers probes as well.
+                    let probe = tokio::select! {
+                        probe = is_probe(&stream) => probe,
+                        () = stop.cancelled() => false,
+                    };
                     if let Ok(stream) = stream.into_std() {
-                        // The receiver is gone only when the process is leaving.
-                        let _ = to.send(stream).await;
+                        desks.hand(stream, probe).await;
                     }
                 });
             }
@@ -113,6 +126,23 @@ async fn accept(
                 tokio::time::sleep(ACCEPT_PAUSE).await;
             }
         }
+    }
+    if queue == Queue::Inherited {
+        return;
+    }
+    // Without the runtime: a connection that came a moment ago may not have shown there yet.
+    let Ok(listener) = listener.into_std() else { return };
+    while let Ok((stream, _)) = listener.accept() {
+        let _ = (stream.set_nonblocking(true), stream.set_nodelay(true));
+        desks.hand(stream, false).await;
+    }
+}
+
+impl Desks {
+    async fn hand(&self, stream: std::net::TcpStream, probe: bool) {
+        let desk = if probe { &self.probes } else { &self.main };
+        // The receiver is gone only when the process is leaving.
+        let _ = desk.send(stream).await;
     }
 }
 
@@ -158,32 +188,23 @@ fn verdict(head: &[u8]) -> Option<bool> {
     (!open).then_some(false)
 }
 
-/// Connections handed over by the accepting thread, as axum wants to see a listener.
-struct Handed {
-    connections: mpsc::Receiver<std::net::TcpStream>,
-    address: SocketAddr,
-}
+/// Connections handed over by the accepting thread, until there are no more.
+struct Handed(mpsc::Receiver<std::net::TcpStream>);
 
-impl Listener for Handed {
-    type Io = TcpStream;
-    type Addr = SocketAddr;
+impl Connections for Handed {
+    type Stream = TcpStream;
 
-    async fn accept(&mut self) -> (TcpStream, SocketAddr) {
+    async fn next(&mut self) -> Option<TcpStream> {
         loop {
-            let Some(stream) = self.connections.recv().await else {
-                // The accepting thread is gone; axum's graceful shutdown ends this wait.
-                return pending().await;
-            };
-            let peer = stream.peer_addr().unwrap_or(self.address);
-            match TcpStream::from_std(stream) {
-                Ok(stream) => return (stream, peer),
+            match TcpStream::from_std(self.0.recv().await?) {
+                Ok(stream) => return Some(stream),
                 Err(e) => tracing::warn!("a connection could not be taken over: {e}"),
             }
         }
     }
 
-    fn local_addr(&self) -> io::Result<SocketAddr> {
-        Ok(self.address)
+    async fn rest(&mut self) -> Option<TcpStream> {
+        self.next().await
     }
 }
 

@@ -189,7 +189,8 @@ async fn start(
 
     let kept = audit.clone();
     let http = crate::http::build(&config, &fleet, &metrics, &watching, &keys);
-    let front = listen::Front::start(api, uds, &http)
+    let queue = if socket_outlives_us { listen::Queue::Inherited } else { listen::Queue::Ours };
+    let front = listen::Front::start(api, uds, queue, &http)
         .map_err(|source| StartError::System { what: "the API can not be served", source })?;
     let control = crate::admin::Control::new(crate::admin::Parts {
         config,

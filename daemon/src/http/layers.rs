@@ -69,6 +69,13 @@ pub async fn finish(State(api): State<Arc<Api>>, mut request: Request, next: Nex
     }
     let handler = matched.as_deref().unwrap_or("none");
     api.metrics.http_request(method.as_str(), handler, response.status().as_u16(), request_id.arrival.elapsed());
+    if let Some(key) = key {
+        tell_budgets(api.keys.budgets(&key), response.headers_mut());
+    }
+    if api.is_leaving() {
+        // The client's next request belongs to another server; on a new connection it gets there.
+        response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+    }
     response
 }
 

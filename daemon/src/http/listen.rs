@@ -1,16 +1,18 @@
 //! The listener's loop: connections with time limits, counted, ended on demand.
 //!
 //! hyper reads requests; what is ours is how long a client may take for its headers, how many connections there may be, and
-//! that a shutdown lets every exchange end.
+//! that a shutdown lets every exchange end: one under way, and the first one of a connection that came before the stop.
 
 use axum::Router;
-use axum::serve::Listener;
 use hyper::server::conn::http1;
+use hyper::service::{Service, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use std::sync::Arc;
 use std::time::Duration;
-use tokio::sync::Semaphore;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{UnixListener, UnixStream};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tokio_util::sync::CancellationToken;
 use tokio_util::task::TaskTracker;
 
@@ -35,9 +37,49 @@ impl Default for ListenSettings {
     }
 }
 
-/// Serves until `stop`; then takes no more connections and returns when the open ones have ended their exchange. Drop the
-/// future to end them at once.
-pub async fn serve(mut listener: impl Listener, router: Router, settings: ListenSettings, stop: CancellationToken) {
+/// Where connections come from.
+pub trait Connections: Send {
+    type Stream: AsyncRead + AsyncWrite + Send + Unpin + 'static;
+
+    /// The next one; `None`: there will be no more.
+    fn next(&mut self) -> impl Future<Output = Option<Self::Stream>> + Send;
+
+    /// After the stop: the next of those that came before it; `None`: that was the last.
+    fn rest(&mut self) -> impl Future<Output = Option<Self::Stream>> + Send;
+}
+
+/// After an accept error (out of descriptors).
+const ACCEPT_PAUSE: Duration = Duration::from_millis(100);
+/// After the stop, a connection that has not asked for anything yet may do so within this.
+const FIRST_REQUEST_PATIENCE: Duration = Duration::from_secs(1);
+/// After the stop, a request that was on its way on a connection between two exchanges comes within this.
+const NEXT_REQUEST_PATIENCE: Duration = Duration::from_millis(20);
+/// A connection in the queue of a socket shows within this.
+const QUEUE_PATIENCE: Duration = Duration::from_millis(10);
+
+impl Connections for UnixListener {
+    type Stream = UnixStream;
+
+    async fn next(&mut self) -> Option<UnixStream> {
+        loop {
+            match self.accept().await {
+                Ok((stream, _)) => return Some(stream),
+                Err(e) => {
+                    tracing::warn!("a connection could not be accepted: {e}");
+                    tokio::time::sleep(ACCEPT_PAUSE).await;
+                }
+            }
+        }
+    }
+
+    async fn rest(&mut self) -> Option<UnixStream> {
+        tokio::time::timeout(QUEUE_PATIENCE, self.next()).await.ok().flatten()
+    }
+}
+
+/// Serves until `stop`; then takes no more connections than had come before, and returns when the open ones have ended their
+/// exchange. Drop the future to end them at once.
+pub async fn serve(mut listener: impl Connections, router: Router, settings: ListenSettings, stop: CancellationToken) {
     let places = Arc::new(Semaphore::new(settings.connections_max));
     let connections = TaskTracker::new();
     let mut builder = http1::Builder::new();
@@ -56,26 +98,58 @@ pub async fn serve(mut listener: impl Listener, router: Router, settings: Listen
         };
         let stream = tokio::select! {
             () = stop.cancelled() => break,
-            (stream, _) = listener.accept() => stream,
+            stream = listener.next() => stream,
         };
-        let service = TowerToHyperService::new(router.clone());
-        let connection = builder.serve_connection(TokioIo::new(stream), service);
-        let stop = stop.clone();
-        connections.spawn(async move {
-            let _place = place;
-            let mut connection = std::pin::pin!(connection);
-            tokio::select! {
-                result = connection.as_mut() => log_end(result),
-                () = stop.cancelled() => {
-                    connection.as_mut().graceful_shutdown();
-                    log_end(connection.await);
-                }
-            }
-        });
+        let Some(stream) = stream else { break };
+        connections.spawn(serve_one(&builder, stream, &router, stop.clone(), place));
+    }
+    // Those that came before the stop: without a place there is none for them either way.
+    while let Ok(place) = places.clone().try_acquire_owned() {
+        let Some(stream) = listener.rest().await else { break };
+        connections.spawn(serve_one(&builder, stream, &router, stop.clone(), place));
     }
     drop(listener);
     connections.close();
     connections.wait().await;
+}
+
+/// One connection's life. After the stop it ends with the exchange that is under way; if it had none yet, with its first.
+fn serve_one<S: AsyncRead + AsyncWrite + Send + Unpin + 'static>(
+    builder: &http1::Builder,
+    stream: S,
+    router: &Router,
+    stop: CancellationToken,
+    place: OwnedSemaphorePermit,
+) -> impl Future<Output = ()> + Send + use<S> {
+    let (router, asked) = (TowerToHyperService::new(router.clone()), CancellationToken::new());
+    let service = {
+        let asked = asked.clone();
+        service_fn(move |request| {
+            asked.cancel();
+            router.call(request)
+        })
+    };
+    let connection = builder.serve_connection(TokioIo::new(stream), service);
+    async move {
+        let _place = place;
+        let mut connection = std::pin::pin!(connection);
+        tokio::select! {
+            result = connection.as_mut() => return log_end(result),
+            () = stop.cancelled() => {}
+        }
+        // hyper ends a connection on which it has read nothing, whatever is on its way.
+        let (patience, fresh) = match asked.is_cancelled() {
+            true => (NEXT_REQUEST_PATIENCE, false),
+            false => (FIRST_REQUEST_PATIENCE, true),
+        };
+        tokio::select! {
+            result = connection.as_mut() => return log_end(result),
+            () = asked.cancelled(), if fresh => {}
+            () = tokio::time::sleep(patience) => {}
+        }
+        connection.as_mut().graceful_shutdown();
+        log_end(connection.await);
+    }
 }
 
 fn log_end(result: Result<(), hyper::Error>) {
@@ -91,6 +165,18 @@ mod tests {
     use std::net::SocketAddr;
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     use tokio::net::{TcpListener, TcpStream};
+
+    impl Connections for TcpListener {
+        type Stream = TcpStream;
+
+        async fn next(&mut self) -> Option<TcpStream> {
+            Some(self.accept().await.unwrap().0)
+        }
+
+        async fn rest(&mut self) -> Option<TcpStream> {
+            tokio::time::timeout(QUEUE_PATIENCE, self.next()).await.ok().flatten()
+        }
+    }
 
     async fn start(settings: ListenSettings) -> (SocketAddr, CancellationToken, tokio::task::JoinHandle<()>) {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -141,5 +227,28 @@ mod tests {
         stop.cancel();
         served.await.unwrap();
         assert!(TcpStream::connect(address).await.is_err());
+    }
+
+    #[tokio::test]
+    async fn connections_that_came_before_the_stop_get_their_first_answer_and_no_second() {
+        let (address, stop, served) = start(ListenSettings::default()).await;
+        // One is accepted and has said nothing yet, one is in the queue of the socket: the task had no turn since.
+        let mut accepted = TcpStream::connect(address).await.unwrap();
+        let mut begun = TcpStream::connect(address).await.unwrap();
+        begun.write_all(b"GET / HT").await.unwrap();
+        tokio::task::yield_now().await;
+        let mut queued = TcpStream::connect(address).await.unwrap();
+        stop.cancel();
+        begun.write_all(b"TP/1.1\r\nHost: x\r\n\r\n").await.unwrap();
+        for client in [&mut accepted, &mut queued] {
+            client.write_all(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n").await.unwrap();
+        }
+        for client in [&mut begun, &mut accepted, &mut queued] {
+            let mut answer = String::new();
+            // To the end: the connection is closed although nobody asked for that.
+            client.read_to_string(&mut answer).await.unwrap();
+            assert!(answer.starts_with("HTTP/1.1 200 OK") && answer.ends_with("hello"), "{answer}");
+        }
+        served.await.unwrap();
     }
 }
