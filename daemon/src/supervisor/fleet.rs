@@ -9,7 +9,7 @@ use super::status::FleetStatus;
 use ernie_proto::ids::{RequestId, WorkerId};
 use ernie_proto::worker::{KvReport, SamplingParams, SequenceOutput, SwapSettings, TokenLogprobs};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
@@ -18,12 +18,18 @@ use tokio::time::Instant;
 pub(super) const COMMANDS_MAX: usize = 256;
 
 /// Use of the fleet. Cheap to clone.
+/// No configuration allows more requests at the same time. Channels that have room for each are made for so many, since they
+/// can not grow later and only what is in them takes memory.
+pub(super) const REQUESTS_CEILING: usize = 1 << 21;
+
 #[derive(Debug, Clone)]
 pub struct FleetHandle {
     pub(super) commands: mpsc::Sender<Command>,
     /// Every living [`Generation`] holds a permit here, so that its drop can always be told.
     pub(super) dropped: mpsc::Sender<RequestId>,
     pub(super) status: watch::Receiver<Arc<FleetStatus>>,
+    /// Permits given out at the same time; may change at any moment.
+    pub(super) requests_max: Arc<AtomicUsize>,
     pub(super) routing: watch::Receiver<Arc<Routing>>,
     pub(super) next_request: Arc<AtomicU64>,
 }
@@ -230,10 +236,15 @@ impl FleetHandle {
         answer.await.unwrap_or(Err(SubmitRefusal::Draining))?;
         Ok(generation)
     }
+        let limit = self.requests_max.load(Ordering::Relaxed);
 
     /// Takes no new requests from now on, lets the running ones end until `patience` is over, then fails the rest. The
     /// workers stay until [`FleetHandle::shutdown`].
     pub async fn drain(&self, patience: Duration) -> DrainReport {
+        // Counted after the permit was taken: of those who come together some may be refused too many, never too few.
+        if self.under_way() > limit {
+            return Err(SubmitRefusal::TooManyRequests { limit });
+        }
         let (reply, answer) = oneshot::channel();
         let deadline = Instant::now() + patience;
         if self.commands.send(Command::Drain { deadline, reply }).await.is_err() {
@@ -249,6 +260,11 @@ impl FleetHandle {
             // The supervisor drops the reply when it has ended; both ways nothing is left.
             let _ = answer.await;
         }
+    /// Permits given out.
+    pub(super) fn under_way(&self) -> usize {
+        self.dropped.max_capacity() - self.dropped.capacity()
+    }
+
     }
 
     /// Begins a rollout; returns its deployment as soon as it has begun. Progress shows in [`FleetHandle::rollout_status`].
@@ -284,7 +300,7 @@ impl FleetHandle {
         answer.await.map_err(|_| SupervisorGone)
     }
 
-    /// Other rules from now on. How many requests there may be at the same time stays as it was at the start.
+    /// Other rules from now on.
     pub async fn configure(&self, settings: super::SupervisorSettings) {
         // Fails only when the supervisor is gone, and then nothing is left to be ruled.
         let _ = self.commands.send(Command::Configure(Box::new(settings))).await;
@@ -311,6 +327,7 @@ impl FleetHandle {
 /// `Started`, `PromptLogprobs`, `Failed`, and one to spare.
 const EVENTS_BESIDES_TOKENS: usize = 4;
 
+        self.requests_max.store(settings.requests_max, Ordering::Relaxed);
 /// A request under way. Dropping it before its end aborts it: its blocks are free before the worker's next step.
 #[derive(Debug)]
 pub struct Generation {

@@ -53,13 +53,13 @@ use crate::model_store::{Configured, Links, Served};
 use dispatch::Requests;
 use ernie_proto::ids::{DeploymentId, RequestId, WorkerId};
 use ernie_proto::worker::{Loaded, StepStats, SwapSettings, ToWorker};
-use fleet::{COMMANDS_MAX, Command, NewRequest};
+use fleet::{COMMANDS_MAX, Command, NewRequest, REQUESTS_CEILING};
 use publish::Rates;
 use rollouts::{Report, Rollouts};
 use slots::{Slot, SlotKey, Stage};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
+use std::sync::atomic::{AtomicU64, AtomicUsize};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::Instant;
@@ -156,7 +156,8 @@ pub fn start_with(
     source: ModelSource,
 ) -> FleetHandle {
     let (commands, commands_in) = mpsc::channel(COMMANDS_MAX);
-    let (dropped, dropped_in) = mpsc::channel(settings.requests_max.max(1));
+    let (dropped, dropped_in) = mpsc::channel(REQUESTS_CEILING);
+    let requests_max = Arc::new(AtomicUsize::new(settings.requests_max));
     let (worker_events, worker_events_in) = mpsc::channel(WORKER_EVENTS_MAX);
     let (status_out, status) = watch::channel(Arc::new(FleetStatus::starting()));
     let (routing_out, routing) = watch::channel(Arc::new(Routing::default()));
@@ -172,6 +173,7 @@ pub fn start_with(
         reports_in,
         own_commands: commands.downgrade(),
         own_dropped: dropped.downgrade(),
+        requests_max: requests_max.clone(),
         next_request: next_request.clone(),
         requests: Requests::new(settings.poison.clone()),
         settings,
@@ -204,7 +206,7 @@ pub fn start_with(
     supervisor.publish_routing();
     supervisor.publish_now(now);
     tokio::spawn(supervisor.run());
-    FleetHandle { commands, dropped, status, routing, next_request }
+    FleetHandle { commands, dropped, requests_max, status, routing, next_request }
 }
 
 /// Everything the supervisor can learn.
@@ -233,6 +235,7 @@ struct Supervisor {
     /// For probes, which ask as clients do. Weak: the supervisor does not keep itself alive.
     own_commands: mpsc::WeakSender<Command>,
     own_dropped: mpsc::WeakSender<RequestId>,
+    requests_max: Arc<AtomicUsize>,
     next_request: Arc<AtomicU64>,
     settings: SupervisorSettings,
     spawner: Arc<dyn SpawnWorker>,
@@ -349,7 +352,7 @@ impl Supervisor {
                 let _ = reply.send(self.restart_worker(worker, graceful));
             }
             Command::Configure(settings) => {
-                self.settings = SupervisorSettings { requests_max: self.settings.requests_max, ..*settings };
+                self.settings = *settings;
                 self.publish.at_once();
             }
             Command::ResetPrefixCache => {

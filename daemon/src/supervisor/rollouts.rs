@@ -403,6 +403,7 @@ impl Supervisor {
         Some(FleetHandle {
             commands: self.own_commands.upgrade()?,
             dropped: self.own_dropped.upgrade()?,
+            requests_max: self.requests_max.clone(),
             status: self.status.subscribe(),
             routing: self.routing.subscribe(),
             next_request: self.next_request.clone(),

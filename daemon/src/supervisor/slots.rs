@@ -4,6 +4,7 @@
 //! supervisor task; decisions about time are made in `restart` and `liveness`.
 
 use super::dispatch::Requests;
+use super::fleet::REQUESTS_CEILING;
 use super::liveness::{self, LivenessSettings, Signs, Verdict};
 use super::restart::{self, RestartEffect, RestartEvent, RestartState};
 use super::worker::{self, WorkerEvent, WorkerLink};
@@ -14,8 +15,8 @@ use tokio::time::Instant;
 
 pub(super) type SlotKey = (DeploymentId, u32);
 
-/// Room for other messages to a worker than the submit and the abort of each request.
-const OUTBOX_SPARE: usize = 64;
+/// The submit and the abort of every request there may be, and room for other messages. It is never full.
+const OUTBOX_MAX: usize = 2 * REQUESTS_CEILING + 64;
 
 #[derive(Debug)]
 pub(super) struct Slot {
@@ -458,8 +459,7 @@ impl Supervisor {
         }
         let id = WorkerId(self.next_worker);
         self.next_worker += 1;
-        let outbox_max = 2 * self.settings.requests_max + OUTBOX_SPARE;
-        let link = worker::start(self.spawner.clone(), id, outbox_max, self.worker_events.clone());
+        let link = worker::start(self.spawner.clone(), id, OUTBOX_MAX, self.worker_events.clone());
         // The first words, before anything is known of the other side.
         let _ = link.to.try_send(ToWorker::Hello(Hello::own()));
         let live = Live {

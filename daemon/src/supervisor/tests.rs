@@ -360,7 +360,7 @@ async fn a_client_that_gives_up_while_submitting_leaves_nothing_behind() {
     tokio::time::sleep(Duration::from_secs(2)).await;
     let status = fleet.handle.status();
     assert_eq!((status.requests_dispatched, status.requests_held), (0, 0));
-    assert_eq!(fleet.handle.dropped.capacity(), SupervisorSettings::default().requests_max);
+    assert_eq!(fleet.handle.under_way(), 0);
 }
 
 #[tokio::test(start_paused = true)]
@@ -374,6 +374,26 @@ async fn more_requests_than_the_limit_are_refused() {
     assert!(refused.retry_after().is_some());
     read(first, 1).await.expect("no failure");
     fleet.submit(&Ask::new(3, 10)).await.expect("there is room again");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_raised_limit_takes_more_requests_at_once_and_a_lowered_one_lets_those_under_way_end() {
+    let bound = |requests_max| SupervisorSettings { requests_max, ..SupervisorSettings::default() };
+    let fleet = Fleet::with(bound(1), ScriptedWorkers::new(|_| Script::default()), spec(1));
+    let first = fleet.submit(&Ask::new(1, 10)).await.expect("taken");
+    assert!(fleet.submit(&Ask::new(2, 10)).await.is_err());
+    fleet.handle.configure(bound(3)).await;
+    let mut taken = vec![first];
+    for n in 2..4 {
+        taken.push(fleet.submit(&Ask::new(n, 10)).await.expect("the limit is three now"));
+    }
+    let refused = fleet.submit(&Ask::new(4, 10)).await.expect_err("full");
+    assert_eq!(refused, SubmitRefusal::TooManyRequests { limit: 3 });
+    fleet.handle.configure(bound(1)).await;
+    for generation in taken {
+        read(generation, 1).await.expect("it comes to its end");
+    }
+    fleet.submit(&Ask::new(5, 10)).await.expect("there is room again");
 }
 
 #[tokio::test(start_paused = true)]
