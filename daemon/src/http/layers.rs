@@ -2,12 +2,13 @@
 
 use super::error::{ApiError, ErrorKind};
 use super::{Api, auth};
+use crate::keys::{Budget, Principal};
 use crate::telemetry::traces::TraceParent;
 use axum::extract::{MatchedPath, Request, State};
 use axum::middleware::Next;
 use axum::response::{IntoResponse, Response};
 use futures::FutureExt;
-use http::{HeaderMap, HeaderValue, Method, StatusCode, header};
+use http::{HeaderMap, HeaderName, HeaderValue, Method, StatusCode, header};
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use tokio::time::Instant;
@@ -57,6 +58,7 @@ pub async fn finish(State(api): State<Arc<Api>>, mut request: Request, next: Nex
             ApiError::internal("the server made a mistake; the request id helps to find it").into_response()
         }
     };
+    let key = response.extensions_mut().remove::<Principal>();
     if let Some(error) = response.extensions_mut().remove::<Arc<ApiError>>() {
         let allow = response.headers_mut().remove(header::ALLOW);
         response = error.render(api.settings().error_style);
@@ -67,8 +69,6 @@ pub async fn finish(State(api): State<Arc<Api>>, mut request: Request, next: Nex
     if let Ok(id) = HeaderValue::from_str(&request_id.id) {
         response.headers_mut().insert("x-request-id", id);
     }
-    let handler = matched.as_deref().unwrap_or("none");
-    api.metrics.http_request(method.as_str(), handler, response.status().as_u16(), request_id.arrival.elapsed());
     if let Some(key) = key {
         tell_budgets(api.keys.budgets(&key), response.headers_mut());
     }
@@ -76,7 +76,25 @@ pub async fn finish(State(api): State<Arc<Api>>, mut request: Request, next: Nex
         // The client's next request belongs to another server; on a new connection it gets there.
         response.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
     }
+    let handler = matched.as_deref().unwrap_or("none");
+    api.metrics.http_request(method.as_str(), handler, response.status().as_u16(), request_id.arrival.elapsed());
     response
+}
+
+/// OpenAI's headers for what the key may still do in this minute.
+fn tell_budgets([requests, tokens]: [Option<Budget>; 2], headers: &mut HeaderMap) {
+    for (what, budget) in [("requests", requests), ("tokens", tokens)] {
+        let Some(budget) = budget else { continue };
+        let full_in = format!("{}s", budget.full_in().as_secs_f64().ceil());
+        for (name, value) in
+            [("limit", budget.limit.to_string()), ("remaining", budget.left.to_string()), ("reset", full_in)]
+        {
+            let name = HeaderName::try_from(format!("x-ratelimit-{name}-{what}"));
+            if let (Ok(name), Ok(value)) = (name, HeaderValue::try_from(value)) {
+                headers.insert(name, value);
+            }
+        }
+    }
 }
 
 /// The key comes before anything that a request can cause.
@@ -98,8 +116,10 @@ async fn guarded(api: &Arc<Api>, mut request: Request, next: Next) -> Result<Res
                 api.metrics.key_refused("other");
                 return Err(ApiError::new(ErrorKind::Forbidden, "this API key is for monitoring only"));
             }
-            request.extensions_mut().insert(principal);
-            Ok(next.run(request).await)
+            request.extensions_mut().insert(principal.clone());
+            let mut response = next.run(request).await;
+            response.extensions_mut().insert(principal);
+            Ok(response)
         }
         Err(refusal) => {
             api.metrics.key_refused(refusal.reason());

@@ -3,6 +3,7 @@
 use super::LimitRefusal;
 use ernie_proto::admin::KeyLimits;
 use governor::clock::{Clock, DefaultClock};
+use governor::middleware::StateInformationMiddleware;
 use governor::{DefaultDirectRateLimiter, Quota, RateLimiter};
 use std::num::NonZeroU32;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -13,8 +14,8 @@ use std::time::Duration;
 #[derive(Debug)]
 pub(super) struct KeyState {
     limits: KeyLimits,
-    requests: Option<DefaultDirectRateLimiter>,
-    tokens: Option<DefaultDirectRateLimiter>,
+    requests: Option<PerMinute>,
+    tokens: Option<PerMinute>,
     under_way: AtomicU32,
     /// Tokens of the UTC day; the day is behind a lock because it changes once a day.
     today: AtomicU64,
@@ -27,11 +28,10 @@ impl KeyState {
     }
 
     pub(super) fn new(limits: KeyLimits, day: &str, used_today: u64) -> Self {
-        let per_minute = |n: u32| NonZeroU32::new(n).map(|n| RateLimiter::direct(Quota::per_minute(n)));
         Self {
             limits,
-            requests: per_minute(limits.requests_per_minute),
-            tokens: per_minute(limits.tokens_per_minute),
+            requests: PerMinute::new(limits.requests_per_minute),
+            tokens: PerMinute::new(limits.tokens_per_minute),
             under_way: AtomicU32::new(0),
             today: AtomicU64::new(used_today),
             day: Mutex::new(day.to_owned()),
@@ -40,6 +40,11 @@ impl KeyState {
 
     pub(super) fn limits(&self) -> &KeyLimits {
         &self.limits
+    }
+
+    /// Requests and tokens of the minute, as far as they are limited.
+    pub(super) fn budgets(&self) -> [Option<Budget>; 2] {
+        [&self.requests, &self.tokens].map(|limit| limit.as_ref().map(PerMinute::budget))
     }
 
     pub(super) fn admit(self: &Arc<Self>, now: jiff::Timestamp) -> Result<KeyPermit, LimitRefusal> {
@@ -62,13 +67,10 @@ impl KeyState {
         }
         let permit = KeyPermit { state: Arc::clone(self) };
         if let Some(requests) = &self.requests
-            && let Err(wait) = requests.check()
+            && let Err(retry_after) = requests.take(1)
         {
-            return Err(LimitRefusal {
-                what: "requests per minute",
-                limit: u64::from(self.limits.requests_per_minute),
-                retry_after: wait.wait_time_from(DefaultClock::default().now()),
-            });
+            let limit = u64::from(self.limits.requests_per_minute);
+            return Err(LimitRefusal { what: "requests per minute", limit, retry_after });
         }
         Ok(permit)
     }
@@ -102,21 +104,66 @@ impl KeyPermit {
         let Some(limiter) = &self.state.tokens else { return Ok(()) };
         let limit = self.state.limits.tokens_per_minute;
         let wanted = u32::try_from(tokens).unwrap_or(u32::MAX).clamp(1, limit);
+        limiter.take(wanted).map_err(|retry_after| LimitRefusal {
+            what: "tokens per minute",
+            limit: u64::from(limit),
+            retry_after,
+        })
+    }
+}
+
+/// A budget that fills up evenly, a minute's worth at the most.
+#[derive(Debug)]
+struct PerMinute {
+    limit: u32,
+    limiter: DefaultDirectRateLimiter<StateInformationMiddleware>,
+    /// As of the last time that something was taken, or refused.
+    left: AtomicU32,
+}
+
+/// What of a minute's budget is left, to tell the client.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Budget {
+    pub limit: u32,
+    pub left: u32,
+}
+
+impl Budget {
+    /// Until all of it is there again, if nothing is taken.
+    pub fn full_in(&self) -> Duration {
+        Duration::from_secs(60) * (self.limit - self.left.min(self.limit)) / self.limit.max(1)
+    }
+}
+
+impl PerMinute {
+    /// 0: no limit.
+    fn new(limit: u32) -> Option<Self> {
+        let quota = Quota::per_minute(NonZeroU32::new(limit)?);
+        let limiter = RateLimiter::direct(quota).with_middleware::<StateInformationMiddleware>();
+        Some(Self { limit, limiter, left: AtomicU32::new(limit) })
+    }
+
+    /// Takes so much, which is not more than the limit; else says how long it takes until it is there.
+    fn take(&self, wanted: u32) -> Result<(), Duration> {
         let Some(wanted) = NonZeroU32::new(wanted) else { return Ok(()) };
-        // `wanted` never exceeds the burst, so the outer error can not be.
-        match limiter.check_n(wanted) {
-            Ok(Err(wait)) => Err(LimitRefusal {
-                what: "tokens per minute",
-                limit: u64::from(limit),
-                retry_after: wait.wait_time_from(DefaultClock::default().now()),
-            }),
-            Ok(Ok(())) | Err(_) => Ok(()),
+        match self.limiter.check_n(wanted) {
+            Ok(Ok(state)) => {
+                self.left.store(state.remaining_burst_capacity(), Ordering::Relaxed);
+                Ok(())
+            }
+            Ok(Err(wait)) => {
+                if wanted.get() == 1 {
+                    self.left.store(0, Ordering::Relaxed);
+                }
+                Err(wait.wait_time_from(DefaultClock::default().now()))
+            }
+            // More than a minute's worth: the callers ask for less.
+            Err(_) => Ok(()),
         }
     }
 
-    /// Limit and remaining requests at the same time, for `x-ratelimit-*`. `None`: unlimited.
-    pub fn limits(&self) -> &KeyLimits {
-        &self.state.limits
+    fn budget(&self) -> Budget {
+        Budget { limit: self.limit, left: self.left.load(Ordering::Relaxed) }
     }
 }
 

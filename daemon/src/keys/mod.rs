@@ -7,7 +7,7 @@
 mod limits;
 
 pub use crate::audit::Usage;
-pub use limits::KeyPermit;
+pub use limits::{Budget, KeyPermit};
 
 use crate::audit::{Act, Actor, AuditHandle, AuditUnavailable, Intent, StoreError, StoredKey};
 use crate::config::Secret;
@@ -244,6 +244,11 @@ impl KeyStore {
     /// Takes one request of a principal: requests per minute, concurrency, tokens of the day.
     pub fn admit(&self, principal: &Principal) -> Result<KeyPermit, LimitRefusal> {
         KeyState::admit(&self.state_of(principal), jiff::Timestamp::now())
+    }
+
+    /// What is left of a principal's requests and tokens of the minute; `None`: no limit.
+    pub fn budgets(&self, principal: &Principal) -> [Option<Budget>; 2] {
+        self.state_of(principal).budgets()
     }
 
     /// Counts what a finished request took.

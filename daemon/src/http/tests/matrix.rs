@@ -4,7 +4,7 @@ use super::*;
 use crate::audit::Actor;
 use crate::http::auth::{is_in_scope, is_open_path};
 use crate::keys::Scope;
-use ernie_proto::admin::NewKey;
+use ernie_proto::admin::{KeyLimits, NewKey};
 use http::Method;
 
 /// As the client sends it, and what it is worth.
@@ -165,4 +165,39 @@ async fn whatever_the_path_the_method_and_the_key_the_door_is_closed_unless_it_i
     }
     assert!(combinations >= 400, "{combinations}");
     println!("{combinations} combinations");
+}
+
+#[tokio::test]
+async fn a_limited_key_is_told_what_is_left_and_an_unlimited_one_nothing() {
+    let house = House::saying("ok").await;
+    let limits = KeyLimits { requests_per_minute: 2, tokens_per_minute: 1000, ..KeyLimits::default() };
+    let make = async |name: &str, limits| {
+        let new = NewKey { name: name.to_owned(), limits, ..NewKey::default() };
+        house.api.keys.create(&new, Actor::Daemon, "admin", &[]).await.expect("made").1
+    };
+    let (limited, free) = (make("limited", limits).await, make("free", KeyLimits::default()).await);
+    let ask = async |key: &str| {
+        let body = with_messages(serde_json::json!({"max_tokens": 4})).to_string();
+        let request = Request::post("/v1/chat/completions").header("content-type", "application/json");
+        house.call(request.header("authorization", format!("Bearer {key}")).body(body.into()).unwrap()).await
+    };
+    let told = |reply: &Reply, name: &str| {
+        reply.headers.get(format!("x-ratelimit-{name}")).map(|v| v.to_str().unwrap().to_owned())
+    };
+    for left in ["1", "0"] {
+        let reply = ask(&limited).await;
+        assert_eq!(reply.status, StatusCode::OK, "{}", reply.text());
+        assert_eq!(told(&reply, "limit-requests").as_deref(), Some("2"));
+        assert_eq!(told(&reply, "remaining-requests").as_deref(), Some(left));
+        assert_eq!(told(&reply, "limit-tokens").as_deref(), Some("1000"));
+        let tokens: u32 = told(&reply, "remaining-tokens").expect("told").parse().expect("a number");
+        assert!((900..1000).contains(&tokens), "prompt and answer were taken: {tokens}");
+    }
+    let refused = ask(&limited).await;
+    assert_eq!(refused.status, StatusCode::TOO_MANY_REQUESTS);
+    assert_eq!(told(&refused, "remaining-requests").as_deref(), Some("0"));
+    assert_eq!(told(&refused, "reset-requests").as_deref(), Some("60s"));
+    assert!(refused.headers.contains_key("retry-after"));
+    let reply = ask(&free).await;
+    assert!(!reply.headers.keys().any(|name| name.as_str().starts_with("x-ratelimit")), "{:?}", reply.headers);
 }
