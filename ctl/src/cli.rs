@@ -55,6 +55,8 @@ pub(crate) enum Verb {
         #[arg(long)]
         exit: bool,
     },
+    /// Take requests again after a drain
+    Resume,
     /// Read the configuration file again and apply what can be applied, or nothing
     Reload,
     /// Settings: where they come from, what a reload would change

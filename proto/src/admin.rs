@@ -330,7 +330,7 @@ pub struct Drain {
     /// Seconds the running requests may take. Default: `server.drain_timeout`.
     #[serde(default)]
     pub patience_seconds: Option<f64>,
-    /// Leave when drained; else the daemon stays, refusing requests.
+    /// Leave when drained; else the daemon stays, refusing requests until `POST /v1/resume`.
     #[serde(default)]
     pub exit: bool,
 }

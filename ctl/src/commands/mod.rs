@@ -34,6 +34,7 @@ pub(crate) async fn run(cli: Cli) -> Result<ExitCode> {
         Verb::Top { interval } => top::run(&admin, interval).await?,
         Verb::Workers { act } => workers::run(&admin, json, act).await?,
         Verb::Drain { timeout, exit } => workers::drain(&admin, json, timeout, exit).await?,
+        Verb::Resume => workers::resume(&admin, json).await?,
         Verb::Reload => return config::reload(&admin, json).await,
         Verb::Config { act } => return config::run(&admin, json, act).await,
         Verb::Logs { act } => logs::run(&admin, json, act).await?,

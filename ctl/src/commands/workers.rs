@@ -1,4 +1,4 @@
-//! `workers`, `drain`.
+//! `workers`, `drain`, `resume`.
 
 use super::status;
 use crate::cli::WorkersAct;
@@ -27,4 +27,9 @@ pub(super) async fn run(admin: &Admin, json: bool, act: Option<WorkersAct>) -> R
 pub(super) async fn drain(admin: &Admin, json: bool, timeout: Option<f64>, exit: bool) -> Result<()> {
     let drained: Drained = admin.post("/v1/drain", &Drain { patience_seconds: timeout, exit }).await?;
     show(json, &drained, |d| format!("{} requests ended, {} were failed at the deadline\n", d.finished, d.failed))
+}
+
+pub(super) async fn resume(admin: &Admin, json: bool) -> Result<()> {
+    let done: Done = admin.post("/v1/resume", &serde_json::json!({})).await?;
+    show(json, &done, |d| format!("{}\n", d.message))
 }

@@ -16,6 +16,7 @@ fn corpus() -> Vec<(&'static str, &'static str, Value)> {
         ("POST", "/v1/logs/level", json!({"level": "info,ernied=debug"})),
         ("POST", "/v1/logs/rotate", json!({})),
         ("POST", "/v1/reload", json!({})),
+        ("POST", "/v1/resume", json!({})),
         ("POST", "/v1/prefix-cache/reset", json!({})),
         (
             "POST",

@@ -49,6 +49,7 @@ pub(crate) enum Verb {
     Workers,
     RestartWorker,
     Drain,
+    Resume,
     Reload,
     ConfigShow,
     ConfigDiff,
@@ -84,7 +85,8 @@ impl Verb {
             Self::Kv | Self::Usage | Self::AuditList | Self::AuditVerify | Self::KeyList | Self::ModelList => {
                 Role::Viewer
             }
-            Self::RestartWorker | Self::Drain | Self::Reload | Self::LogLevel | Self::LogRotate => Role::Operator,
+            Self::RestartWorker | Self::Drain | Self::Resume | Self::Reload => Role::Operator,
+            Self::LogLevel | Self::LogRotate => Role::Operator,
             Self::ResetPrefixCache | Self::Swap | Self::Rollback | Self::ModelAdd | Self::ModelRemove => Role::Operator,
             Self::DebugDump => Role::Operator,
             Self::ConfigSet | Self::KeyCreate | Self::KeyRevoke | Self::KeyRotate => Role::Admin,
@@ -98,6 +100,7 @@ impl Verb {
             Self::Workers => "workers",
             Self::RestartWorker => "worker.restart",
             Self::Drain => "daemon.drain",
+            Self::Resume => "daemon.resume",
             Self::Reload => "config.reload",
             Self::ConfigShow => "config.show",
             Self::ConfigDiff => "config.diff",
@@ -288,6 +291,7 @@ pub(crate) fn router(control: &Arc<Control>) -> Router {
         .route("/v1/workers", get(workers::list).layer(gate(Verb::Workers)))
         .route("/v1/workers/restart", post(workers::restart).layer(gate(Verb::RestartWorker)))
         .route("/v1/drain", post(workers::drain).layer(gate(Verb::Drain)))
+        .route("/v1/resume", post(workers::resume).layer(gate(Verb::Resume)))
         .route("/v1/prefix-cache/reset", post(workers::reset_prefix_cache).layer(gate(Verb::ResetPrefixCache)))
         .route("/v1/kv", get(kv::show).layer(gate(Verb::Kv)))
         .route("/v1/metrics", get(status::metrics).layer(gate(Verb::Metrics)))

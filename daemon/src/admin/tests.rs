@@ -267,6 +267,20 @@ async fn what_is_not_understood_is_refused_with_a_sentence() {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_drain_is_taken_back_unless_the_daemon_leaves() {
+    let house = House::open().await;
+    let ready = async || house.get("/v1/status").await.1["ready"] == true;
+    assert!(ready().await);
+    assert_eq!(house.post("/v1/resume", json!({})).await.0, 409, "it does not drain");
+    house.post("/v1/drain", json!({ "patience_seconds": 1 })).await;
+    assert!(!ready().await);
+    assert_eq!(house.post("/v1/resume", json!({})).await.0, 200);
+    assert!(ready().await);
+    house.post("/v1/drain", json!({ "patience_seconds": 1, "exit": true })).await;
+    assert_eq!(house.post("/v1/resume", json!({})).await.0, 409, "it leaves");
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_drain_ends_the_fleet_and_may_end_the_daemon() {
     let house = House::open().await;
     let leave = house.control.asked_to_leave();

@@ -1,7 +1,8 @@
-//! `workers`, `drain`, `prefix-cache reset`.
+//! `workers`, `drain`, `resume`, `prefix-cache reset`.
 
 use super::error::{AdminError, body};
 use super::{Caller, Control, Verb, status};
+use crate::supervisor::DrainEnd;
 use axum::extract::State;
 use axum::{Extension, Json};
 use bytes::Bytes;
@@ -60,12 +61,35 @@ pub(super) async fn drain(
     };
     let detail = serde_json::json!({ "patience_seconds": patience.as_secs_f64(), "exit": wanted.exit });
     let act = control.act(&caller, Verb::Drain, "", detail).await?;
-    let report = control.fleet.drain(patience).await;
+    let report = control.fleet.drain(patience, if wanted.exit { DrainEnd::Leave } else { DrainEnd::Open }).await;
     act.finish(Ok(serde_json::json!({ "finished": report.finished, "failed": report.failed }))).await;
     if wanted.exit {
         control.leave.send_replace(true);
     }
     Ok(Json(admin::Drained { finished: report.finished, failed: report.failed }))
+}
+
+pub(super) async fn resume(
+    State(control): State<Arc<Control>>,
+    Extension(caller): Extension<Caller>,
+) -> Result<Json<admin::Done>, AdminError> {
+    let act = control.act(&caller, Verb::Resume, "", serde_json::json!({})).await?;
+    let seq = act.seq();
+    let refused = match control.fleet.resume().await {
+        Ok(true) => None,
+        Ok(false) => Some(AdminError::conflict("the daemon does not drain, or it is about to leave")),
+        Err(e) => Some(AdminError::unavailable(e.to_string())),
+    };
+    match refused {
+        None => {
+            act.finish(Ok(serde_json::json!({}))).await;
+            Ok(Json(admin::Done { message: "requests are taken again".to_owned(), audit: Some(seq) }))
+        }
+        Some(refused) => {
+            act.finish(Err(refused.message().to_owned())).await;
+            Err(refused)
+        }
+    }
 }
 
 pub(super) async fn reset_prefix_cache(

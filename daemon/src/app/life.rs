@@ -2,7 +2,7 @@
 
 use super::listen::Front;
 use crate::admin::Control;
-use crate::supervisor::{FleetHandle, FleetState, FleetStatus};
+use crate::supervisor::{DrainEnd, FleetHandle, FleetState, FleetStatus};
 use crate::system::signals::{Asked, Signals};
 use crate::system::{memory, notify};
 use crate::telemetry::logging::Milestones;

@@ -57,7 +57,8 @@ impl FleetObserver for ToMetrics {
             | FleetEvent::DeploymentFailed { .. }
             | FleetEvent::CommitFailed { .. }
             | FleetEvent::Draining { .. }
-            | FleetEvent::Drained { .. } => {}
+            | FleetEvent::Drained { .. }
+            | FleetEvent::Resumed => {}
         }
     }
 
@@ -135,6 +136,7 @@ impl FleetObserver for ToAudit {
             FleetEvent::Drained { finished, failed } => {
                 self.0.event("daemon.drained", "", json!({ "finished": finished, "failed": failed }));
             }
+            FleetEvent::Resumed => self.0.event("daemon.resumed", "", json!({})),
             FleetEvent::WorkerSpawned { .. }
             | FleetEvent::WorkerReady { .. }
             | FleetEvent::WorkerStopped { .. }
@@ -218,6 +220,7 @@ impl FleetObserver for ToRecorder {
             FleetEvent::Drained { finished, failed } => {
                 note("daemon.drained", None, format!("{finished} finished, {failed} failed"));
             }
+            FleetEvent::Resumed => note("daemon.resumed", None, String::new()),
         }
     }
 

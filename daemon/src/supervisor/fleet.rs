@@ -113,6 +113,15 @@ pub struct DrainReport {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the supervisor has stopped")]
 pub struct SupervisorGone;
+/// What comes after a drain.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum DrainEnd {
+    /// Whatever an operator decides; [`FleetHandle::resume`] takes it back.
+    Open,
+    /// The end of the daemon.
+    Leave,
+}
+
 
 #[derive(Debug)]
 pub(super) enum Command {
@@ -124,7 +133,12 @@ pub(super) enum Command {
     },
     /// End all workers now; answer when no process is left.
     Shutdown {
+        end: DrainEnd,
         reply: oneshot::Sender<()>,
+    },
+    /// Take new requests again. False: there is no way back, or nothing to take back.
+    Resume {
+        reply: oneshot::Sender<bool>,
     },
     Swap {
         request: Box<SwapRequest>,
@@ -240,11 +254,7 @@ impl FleetHandle {
 
     /// Takes no new requests from now on, lets the running ones end until `patience` is over, then fails the rest. The
     /// workers stay until [`FleetHandle::shutdown`].
-    pub async fn drain(&self, patience: Duration) -> DrainReport {
-        // Counted after the permit was taken: of those who come together some may be refused too many, never too few.
-        if self.under_way() > limit {
-            return Err(SubmitRefusal::TooManyRequests { limit });
-        }
+    pub async fn drain(&self, patience: Duration, end: DrainEnd) -> DrainReport {
         let (reply, answer) = oneshot::channel();
         let deadline = Instant::now() + patience;
         if self.commands.send(Command::Drain { deadline, reply }).await.is_err() {
@@ -266,6 +276,13 @@ impl FleetHandle {
     }
 
     }
+    /// Takes a drain back. False: the fleet does not drain, or it leaves.
+    pub async fn resume(&self) -> Result<bool, SupervisorGone> {
+        let (reply, answer) = oneshot::channel();
+        self.commands.send(Command::Resume { reply }).await.map_err(|_| SupervisorGone)?;
+        answer.await.map_err(|_| SupervisorGone)
+    }
+
 
     /// Begins a rollout; returns its deployment as soon as it has begun. Progress shows in [`FleetHandle::rollout_status`].
     pub async fn swap(&self, request: SwapRequest) -> Result<ernie_proto::ids::DeploymentId, RolloutRefusal> {

@@ -32,7 +32,8 @@ mod worker;
 pub use deployment::{Absent, Deployment, DeploymentSpec, Routing};
 pub use dispatch::PoisonSettings;
 pub use fleet::{
-    DrainReport, FleetHandle, Generation, GenerationEvent, GenerationFailure, Submission, SubmitRefusal, SupervisorGone,
+    DrainEnd, DrainReport, FleetHandle, Generation, GenerationEvent, GenerationFailure, Submission, SubmitRefusal,
+    SupervisorGone,
 };
 pub use liveness::LivenessSettings;
 pub use observe::{FleetEvent, FleetObserver};
@@ -281,6 +282,7 @@ struct DeploymentEntry {
 
 struct Drain {
     deadline: Instant,
+    end: DrainEnd,
     replies: Vec<oneshot::Sender<DrainReport>>,
     finished: u64,
 }
@@ -338,7 +340,11 @@ impl Supervisor {
     fn on_command(&mut self, command: Command, now: Instant) {
         match command {
             Command::Submit(new) => self.submit(*new, now),
-            Command::Drain { deadline, reply } => self.begin_drain(deadline, reply, now),
+            Command::Drain { deadline, end, reply } => self.begin_drain(deadline, end, reply, now),
+            Command::Resume { reply } => {
+                // The asker may have gone; what it asked for is done.
+                let _ = reply.send(self.resume());
+            }
             Command::Shutdown { reply } => self.leave(Some(reply)),
             Command::Swap { request, reply } => {
                 // The asker may have gone; the rollout goes on, and shows in the status.
@@ -502,10 +508,13 @@ impl Supervisor {
         self.routing.send_replace(Arc::new(routing));
     }
 
-    fn begin_drain(&mut self, deadline: Instant, reply: oneshot::Sender<DrainReport>, now: Instant) {
+    fn begin_drain(&mut self, deadline: Instant, end: DrainEnd, reply: oneshot::Sender<DrainReport>, now: Instant) {
         match &mut self.drain {
             Some(drain) => {
                 drain.deadline = drain.deadline.min(deadline);
+                if end == DrainEnd::Leave {
+                    drain.end = end;
+                }
                 drain.replies.push(reply);
             }
             None => {
@@ -516,6 +525,18 @@ impl Supervisor {
         }
         self.publish_routing();
         self.publish.at_once();
+    }
+
+    fn resume(&mut self) -> bool {
+        let open = self.leaving.is_none() && self.drain.as_ref().is_some_and(|drain| drain.end == DrainEnd::Open);
+        let Some(drain) = self.drain.take_if(|_| open) else { return false };
+        for reply in drain.replies {
+            let _ = reply.send(DrainReport { finished: drain.finished, failed: 0 });
+        }
+        self.tell(FleetEvent::Resumed);
+        self.publish_routing();
+        self.publish.at_once();
+        true
     }
 
     fn end_drain_if_over(&mut self, now: Instant) {

@@ -124,6 +124,8 @@ pub enum FleetEvent {
         finished: u64,
         failed: u64,
     },
+    /// A drain was taken back: new requests are taken again.
+    Resumed,
 }
 
 /// The log line of an event.
@@ -179,6 +181,7 @@ pub(super) fn log(event: &FleetEvent) {
             info!(requests, patience_ms = millis(*patience), "draining");
         }
         FleetEvent::Drained { finished, failed } => info!(finished, failed, "drained"),
+        FleetEvent::Resumed => info!("taking requests again"),
     }
 }
 

@@ -362,7 +362,7 @@ async fn swaps_are_refused_before_the_first_model_and_while_draining() {
     let fleet = fleet(Fault::None);
     assert_eq!(fleet.handle.swap(swap_to("r2")).await, Err(RolloutRefusal::NotServing));
     fleet.active().await;
-    fleet.handle.drain(Duration::from_secs(1)).await;
+    fleet.handle.drain(Duration::from_secs(1), DrainEnd::Open).await;
     assert_eq!(fleet.handle.swap(swap_to("r2")).await, Err(RolloutRefusal::Draining));
     assert_eq!(fleet.handle.rollback("no").await, Err(RolloutRefusal::Draining));
 }

@@ -476,7 +476,7 @@ async fn a_drain_lets_requests_end_and_takes_no_new_ones() {
     let deployment = fleet.active().await;
     let drained = tokio::spawn({
         let handle = fleet.handle.clone();
-        async move { handle.drain(Duration::from_secs(30)).await }
+        async move { handle.drain(Duration::from_secs(30), DrainEnd::Open).await }
     });
     fleet.status_where(|s| s.state == FleetState::Draining).await;
     let refused = fleet.handle.submit(&deployment, Ask::new(2, 5).submission()).await.expect_err("it drains");
@@ -490,7 +490,10 @@ async fn a_drain_fails_what_is_left_at_its_deadline() {
     let fleet = Fleet::of(vec![]);
     let running = tokio::spawn(read(fleet.submit(&Ask::new(1, 4000)).await.expect("taken"), 1));
     let begin = Instant::now();
-    assert_eq!(fleet.handle.drain(Duration::from_secs(1)).await, DrainReport { finished: 0, failed: 1 });
+    assert_eq!(
+        fleet.handle.drain(Duration::from_secs(1), DrainEnd::Leave).await,
+        DrainReport { finished: 0, failed: 1 }
+    );
     assert_eq!(begin.elapsed().as_secs(), 1);
     let failure = running.await.expect("no panic").expect_err("it was cut off");
     assert!(failure.retryable);
