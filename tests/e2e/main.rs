@@ -10,6 +10,7 @@ mod load;
 mod memory;
 mod models;
 mod operate;
+mod package;
 mod python;
 mod storm;
 mod swap;

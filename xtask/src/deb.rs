@@ -27,6 +27,15 @@ if [ \"$1\" = remove ] && [ -d /run/systemd/system ]; then
 fi
 ";
 
+/// systemd forgets the units; folders with state, logs and configuration stay until the package is purged.
+const POSTRM: &str = "#!/bin/sh
+set -e
+[ -d /run/systemd/system ] && systemctl daemon-reload || true
+if [ \"$1\" = purge ]; then
+    rm -rf /etc/ernied /var/lib/ernied /var/log/ernied
+fi
+";
+
 /// `--profile release --no-build`.
 pub(crate) fn run(sh: &Shell, source: &Path, arguments: &[String]) -> Result<()> {
     if let Some(bad) = arguments.iter().find(|a| a.starts_with("--root") || a.starts_with("--prefix")) {
@@ -46,9 +55,9 @@ pub(crate) fn run(sh: &Shell, source: &Path, arguments: &[String]) -> Result<()>
     let version = env!("CARGO_PKG_VERSION");
     let control = root.join("DEBIAN");
     fs::create_dir_all(&control)?;
-    fs::write(control.join("control"), control_file(version, &architecture, kibibytes(&root)?))?;
+    fs::write(control.join("control"), control_file(version, &architecture, &libc(sh), kibibytes(&root)?))?;
     fs::write(control.join("conffiles"), "/etc/ernied/ernied.toml\n")?;
-    for (name, script) in [("postinst", POSTINST), ("prerm", PRERM)] {
+    for (name, script) in [("postinst", POSTINST), ("prerm", PRERM), ("postrm", POSTRM)] {
         fs::write(control.join(name), script)?;
         fs::set_permissions(control.join(name), fs::Permissions::from_mode(0o755))?;
     }
@@ -58,14 +67,22 @@ pub(crate) fn run(sh: &Shell, source: &Path, arguments: &[String]) -> Result<()>
     Ok(())
 }
 
-fn control_file(version: &str, architecture: &str, kibibytes: u64) -> String {
+/// What is linked here does not start with an older C library than the one here.
+fn libc(sh: &Shell) -> String {
+    let format = "${Version}";
+    let version = cmd!(sh, "dpkg-query --show --showformat={format} libc6").quiet().ignore_stderr().read();
+    let upstream = version.ok().and_then(|v| v.split(['-', '+']).next().map(str::to_owned)).filter(|v| !v.is_empty());
+    upstream.map_or_else(|| "libc6".to_owned(), |v| format!("libc6 (>= {v})"))
+}
+
+fn control_file(version: &str, architecture: &str, libc: &str, kibibytes: u64) -> String {
     format!(
         "Package: ernied
 Version: {version}
 Architecture: {architecture}
 Maintainer: the ernied project <ernied@localhost>
 Installed-Size: {kibibytes}
-Depends: libc6, libgcc-s1, libstdc++6, systemd
+Depends: {libc}, libgcc-s1, libstdc++6, systemd
 Section: net
 Priority: optional
 Description: serves ERNIE-4.5 models on CPUs
