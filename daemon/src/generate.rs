@@ -11,6 +11,7 @@ use crate::keys::{KeyPermit, KeyStore, Principal, Usage};
 use crate::supervisor::{Deployment, FleetHandle, Generation, GenerationEvent, Submission, SubmitRefusal};
 use crate::telemetry::metrics::{FinishedReason, Metrics, RequestFigures};
 use crate::telemetry::requests::{Card, Notes, Observers};
+use crate::telemetry::steps::{Step, StepLog};
 use crate::telemetry::traces::TraceParent;
 use crate::text::TextModel;
 use crate::text::detokenizer::Detokenizer;
@@ -209,7 +210,9 @@ impl Answer {
                     return Some(AnswerEvent::Started { cached_tokens });
                 }
                 Some(GenerationEvent::PromptLogprobs(tokens)) => return Some(AnswerEvent::PromptLogprobs(tokens)),
-                Some(GenerationEvent::Output(output)) => {
+                Some(GenerationEvent::Computed(step)) => self.figures.computed(step),
+                Some(GenerationEvent::Output(output, step)) => {
+                    self.figures.computed(step);
                     if let Some(piece) = self.take(output) {
                         return Some(AnswerEvent::Piece(piece));
                     }
@@ -381,6 +384,8 @@ struct Figures {
     cached_tokens: u32,
     generated: u32,
     max_tokens: u32,
+    /// Which steps computed it, when somebody wants to know.
+    steps: Option<StepLog>,
     reported: bool,
 }
 
@@ -388,6 +393,7 @@ impl Figures {
     fn new(metrics: Arc<Metrics>, observers: Observers, request: &GenerateRequest, admitted: Arc<Admitted>) -> Self {
         let card = Arc::new(card(request, &admitted));
         observers.began(&card);
+        let steps = observers.want_steps().then(StepLog::default);
         Self {
             metrics,
             observers,
@@ -405,6 +411,7 @@ impl Figures {
             cached_tokens: 0,
             generated: 0,
             max_tokens: request.sampling.max_tokens,
+            steps,
             reported: false,
         }
     }
@@ -413,6 +420,12 @@ impl Figures {
         self.cached_tokens = cached_tokens;
         let started = *self.started.get_or_insert_with(Instant::now);
         self.card.notes.started(started - self.arrival, cached_tokens);
+    }
+
+    /// A step worked on it: on its prompt up to the first token, which the step that ends the prompt brings.
+    fn computed(&mut self, step: Arc<Step>) {
+        let Some(steps) = &mut self.steps else { return };
+        if self.first_token.is_none() { &mut steps.prefill } else { &mut steps.decode }.note(step);
     }
 
     fn token(&mut self, choice: u16, first_of_choice: bool) {
@@ -466,7 +479,7 @@ impl Figures {
             completion_tokens: u64::from(self.generated),
         };
         self.admitted.keys.record(&self.admitted.principal, usage);
-        self.observers.ended(&self.card, &figures);
+        self.observers.ended(&self.card, &figures, &self.steps.take().unwrap_or_default());
         let slow = self.slow.is_some_and(|limit| figures.e2e > limit);
         // One macro call per level: a level is part of the place in the code.
         macro_rules! line {

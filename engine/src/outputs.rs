@@ -9,6 +9,8 @@ pub struct StepOutputs {
     pub step: u64,
     /// Requests that left the waiting queue for the first time in this step.
     pub started: Vec<Started>,
+    /// Requests of whose prompts a part was computed in this step, or of an answer that had to be computed again.
+    pub prompts: Vec<RequestId>,
     pub outputs: Vec<SequenceOutput>,
     pub prompt_logprobs: Vec<PromptLogprobs>,
     /// Requests that the engine gives up, with the reason.
@@ -24,8 +26,10 @@ pub struct StepOutputs {
 impl StepOutputs {
     /// Empties it and keeps the memory.
     pub fn clear(&mut self) {
-        let Self { step: _, started, outputs, prompt_logprobs, failed, tokens, prefill_tokens, sequences } = self;
+        let Self { step: _, started, prompts, outputs, prompt_logprobs, failed, tokens, prefill_tokens, sequences } =
+            self;
         started.clear();
+        prompts.clear();
         outputs.clear();
         prompt_logprobs.clear();
         failed.clear();

@@ -432,6 +432,8 @@ pub struct StepReport {
     pub step: u64,
     /// Requests that left the waiting queue for the first time in this step.
     pub started: Vec<Started>,
+    /// Requests of whose prompts a part was computed in this step, or of an answer that had to be computed again.
+    pub prompts: Vec<RequestId>,
     pub outputs: Vec<SequenceOutput>,
     pub prompt_logprobs: Vec<PromptLogprobs>,
     /// Requests that the engine refuses or gives up, with the reason.
@@ -451,7 +453,6 @@ pub struct Started {
 pub struct SequenceOutput {
     pub request: RequestId,
     pub choice: u16,
-    /// `u32::MAX` when `finish` is `Error`: then nothing was chosen.
     /// [`NO_TOKEN`] when `finish` is [`FinishReason::Error`]: nothing was chosen.
     pub token: u32,
     pub logprobs: Option<TokenLogprobs>,

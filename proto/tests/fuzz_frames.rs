@@ -18,6 +18,7 @@ fn from_worker() -> Vec<FromWorker> {
     let report = StepReport {
         step: 9,
         started: vec![Started { request: RequestId(1), cached_tokens: 16 }],
+        prompts: vec![RequestId(1), RequestId(3)],
         outputs: vec![SequenceOutput {
             request: RequestId(1),
             choice: 0,

@@ -77,8 +77,28 @@ fn nanos(span: &Value, name: &str) -> u64 {
     span[name].as_str().and_then(|t| t.parse().ok()).or(span[name].as_u64()).unwrap_or_default()
 }
 
+fn number(span: &Value, name: &str) -> u64 {
+    let value = attributes(span).remove(name).unwrap_or_default();
+    value["intValue"].as_str().and_then(|n| n.parse().ok()).or(value["intValue"].as_u64()).unwrap_or_default()
+}
+
+/// The spans of engine steps that a phase links to; each has to be there once.
+fn linked_steps<'a>(spans: &'a [Value], phase: &Value) -> Result<Vec<&'a Value>> {
+    let steps = phase["links"].as_array().into_iter().flatten().map(|link| {
+        let mut those = spans.iter().filter(|s| s["spanId"] == link["spanId"] && s["traceId"] == link["traceId"]);
+        let step = those.next().with_context(|| format!("{link} of {phase} leads nowhere"))?;
+        ensure!(step["name"] == "engine step" && those.next().is_none(), "{step}");
+        ensure!(nanos(step, "startTimeUnixNano") <= nanos(step, "endTimeUnixNano"), "{step}");
+        Ok(step)
+    });
+    let steps = steps.collect::<Result<Vec<_>>>()?;
+    let counted = number(phase, "ernied.steps");
+    ensure!(steps.len() as u64 == counted, "{} links, {counted} steps: {phase}", steps.len());
+    Ok(steps)
+}
+
 #[tokio::test(flavor = "multi_thread")]
-async fn a_request_is_four_spans_below_its_callers_without_its_text() -> Result<()> {
+async fn a_request_is_four_spans_below_its_callers_linked_to_its_steps_without_its_text() -> Result<()> {
     let receiver = Receiver::start().await?;
     let options = DaemonOptions::default().flags(&["--otlp-traces-endpoint", &receiver.endpoint]);
     let mut daemon = TestDaemon::start(options).await?;
@@ -113,6 +133,18 @@ async fn a_request_is_four_spans_below_its_callers_without_its_text() -> Result<
         before = nanos(phase, "endTimeUnixNano");
     }
     ensure!(nanos(request, "endTimeUnixNano") >= before, "{request}");
+    let linked = linked_steps(&spans, named("prefill")?)?;
+    ensure!(!linked.is_empty(), "a step computed the prompt");
+    for step in &linked {
+        ensure!(number(step, "ernied.step.prefill_tokens") > 0, "its part of the prompt: {step}");
+    }
+    let decoded = linked_steps(&spans, named("decode")?)?;
+    let tokens = number(request, "gen_ai.usage.output_tokens");
+    ensure!(decoded.len() as u64 == tokens - 1, "{} steps brought {tokens} tokens after the prefill", decoded.len());
+    let order: Vec<u64> = decoded.iter().map(|step| number(step, "ernied.step.number")).collect();
+    ensure!(order.windows(2).all(|w| w[0] < w[1]), "{order:?}");
+    ensure!(number(linked.last().context("prefill")?, "ernied.step.number") < order[0], "{linked:?} {order:?}");
+    ensure!(decoded.iter().all(|step| step["traceId"] != TRACE), "a step is no part of any one request");
     let said = attributes(request);
     for (name, value) in [
         ("gen_ai.operation.name", json!({"stringValue": "chat"})),
@@ -144,5 +176,41 @@ async fn a_collector_that_is_gone_costs_spans_and_no_request() -> Result<()> {
     }
     daemon.signal(Signal::TERM)?;
     ensure!(daemon.wait().await?.success(), "{}", daemon.log_text());
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn requests_of_one_step_link_to_one_span_and_no_step_is_told_when_not_asked() -> Result<()> {
+    for wanted in ["true", "false"] {
+        let receiver = Receiver::start().await?;
+        let options = DaemonOptions::default()
+            .flags(&["--otlp-traces-endpoint", &receiver.endpoint])
+            .flag(&format!("--otlp-traces-steps={wanted}"));
+        let mut daemon = TestDaemon::start(options).await?;
+        let client = daemon.client();
+        let body = json!({"prompt": "User: hello\nAssistant: ", "max_tokens": 400, "ignore_eos": true});
+        let asks = (0..4).map(|_| client.post("/v1/completions", &body));
+        for answer in futures::future::join_all(asks).await {
+            ensure!(answer?.status == 200);
+        }
+        daemon.signal(Signal::TERM)?;
+        ensure!(daemon.wait().await?.success(), "{}", daemon.log_text());
+        let spans = receiver.spans()?;
+        let steps = spans.iter().filter(|s| s["name"] == "engine step").count();
+        let decodes: Vec<&Value> = spans.iter().filter(|s| s["name"] == "decode").collect();
+        ensure!(decodes.len() == 4, "{decodes:?}");
+        if wanted == "false" {
+            ensure!(steps == 0 && decodes.iter().all(|d| d["links"].as_array().is_none_or(Vec::is_empty)));
+            continue;
+        }
+        let links = decodes.iter().filter_map(|d| d["links"].as_array()).map(Vec::len).sum::<usize>();
+        ensure!(links == 4 * 64, "both ends of each: {links}");
+        for decode in &decodes {
+            ensure!(number(decode, "ernied.steps") == 399, "{decode}");
+        }
+        let worked: u64 =
+            spans.iter().filter(|s| s["name"] == "engine step").map(|s| number(s, "ernied.step.sequences")).sum();
+        ensure!(worked as usize > steps, "no step computed two of four requests at once");
+    }
     Ok(())
 }

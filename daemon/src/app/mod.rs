@@ -250,7 +250,8 @@ async fn first_model(config: &Config, model_dir: &Path) -> Result<first::First, 
 /// The exporter of spans, if an endpoint is given.
 fn traces(config: &Config) -> Result<Option<Arc<Traces>>, TracesError> {
     let Some(endpoint) = &config.traces.endpoint else { return Ok(None) };
-    Ok(Some(Arc::new(Traces::start(endpoint, f64::from(config.traces.sample_ratio))?)))
+    let (ratio, steps) = (f64::from(config.traces.sample_ratio), config.traces.steps);
+    Ok(Some(Arc::new(Traces::start(endpoint, ratio, steps)?)))
 }
 
 /// Makes the folder and locks it; the lock lives as long as the file that is returned.

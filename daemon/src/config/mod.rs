@@ -253,6 +253,8 @@ pub struct TracesConfig {
     pub endpoint: Option<String>,
     /// Share of the requests without a parent that is sampled.
     pub sample_ratio: f32,
+    /// Link requests to spans of the engine steps that computed them.
+    pub steps: bool,
 }
 
 /// The control side.

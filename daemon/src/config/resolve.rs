@@ -90,6 +90,7 @@ pub fn resolve(
                 }
             }),
             sample_ratio: r.value("traces.sample_ratio", 1.0, parse::fraction),
+            steps: r.bool("traces.steps"),
         },
         admin: r.admin(&paths),
         audit: AuditConfig {

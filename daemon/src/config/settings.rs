@@ -167,6 +167,7 @@ pub const SETTINGS: &[Setting] = settings! {
 
     "traces.endpoint" "otlp-traces-endpoint" Value("URL"), "", Daemon, "send spans of requests to this OTLP/HTTP collector, http://127.0.0.1:4318";
     "traces.sample_ratio" "otlp-traces-sample-ratio" Value("FRACTION"), "1", Daemon, "share of the requests that is traced; callers that send traceparent decide themselves";
+    "traces.steps" "otlp-traces-steps" Switch, "true", Daemon, "a span for each engine step that computed a traced request, linked from the request's prefill and decode";
 
     "admin.socket" "admin-socket" Value("PATH"), "", Daemon, "control socket of ernie-ctl; default: admin.sock in the runtime directory";
     "admin.socket_mode" "admin-socket-mode" Value("0600|0660"), "0600", Daemon, "permissions of the control socket";

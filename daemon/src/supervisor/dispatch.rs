@@ -5,9 +5,11 @@
 //! request is assigned to can move it; whatever comes from another one (late, or dead) is ignored.
 
 use super::fleet::{GenerationEvent, GenerationFailure, NewRequest, Submission};
+use crate::telemetry::steps::{PROMPT_STEPS_MAX, Step};
 use ernie_proto::ids::{DeploymentId, RequestId, WorkerId};
 use ernie_proto::worker::{ChoiceSoFar, NO_TOKEN, SequenceOutput, StepReport, Submit};
 use std::collections::{BTreeSet, HashMap, HashSet};
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::sync::mpsc::error::TrySendError;
@@ -56,6 +58,8 @@ struct Request {
     events: mpsc::Sender<GenerationEvent>,
     worker: Option<WorkerId>,
     started: bool,
+    /// Steps told that computed its prompt.
+    prompt_steps: u32,
     prompt_logprobs_given: bool,
     /// Deaths of workers that had this request; `strikes` are those since its last token.
     deaths: u32,
@@ -169,6 +173,7 @@ impl Requests {
             events,
             worker: None,
             started: false,
+            prompt_steps: 0,
             prompt_logprobs_given: false,
             deaths: 0,
             strikes: 0,
@@ -208,12 +213,25 @@ impl Requests {
     /// Takes in what a step of `worker` brought and passes it on.
     pub(super) fn apply(&mut self, worker: WorkerId, report: StepReport, now: Instant) -> Applied {
         let mut applied = Applied::default();
+        let step = Arc::new(Step::new(worker, report.step, &report.stats));
         for started in report.started {
             let request = self.assigned_to(worker, started.request);
             if let Some(request) = request.filter(|request| !request.started) {
                 request.started = true;
                 // A client that is gone shows at its first token or through its `Generation`.
                 let _ = request.events.try_send(GenerationEvent::Started { cached_tokens: started.cached_tokens });
+            }
+        }
+        for computed in report.prompts {
+            // With its first token the step comes to it anyway.
+            let brings = |output: &SequenceOutput| output.request == computed;
+            if report.outputs.iter().any(brings) {
+                continue;
+            }
+            let request = self.assigned_to(worker, computed).filter(|request| request.prompt_steps < PROMPT_STEPS_MAX);
+            if let Some(request) = request {
+                request.prompt_steps += 1;
+                let _ = request.events.try_send(GenerationEvent::Computed(step.clone()));
             }
         }
         for given in report.prompt_logprobs {
@@ -224,7 +242,7 @@ impl Requests {
             }
         }
         for output in report.outputs {
-            self.apply_output(worker, output, now, &mut applied);
+            self.apply_output(worker, output, &step, now, &mut applied);
         }
         for (id, message) in report.failed {
             if self.assigned_to(worker, id).is_some() {
@@ -235,7 +253,14 @@ impl Requests {
         applied
     }
 
-    fn apply_output(&mut self, worker: WorkerId, output: SequenceOutput, now: Instant, applied: &mut Applied) {
+    fn apply_output(
+        &mut self,
+        worker: WorkerId,
+        output: SequenceOutput,
+        step: &Arc<Step>,
+        now: Instant,
+        applied: &mut Applied,
+    ) {
         let id = output.request;
         let Some(request) = self.all.get_mut(&id).filter(|r| r.worker == Some(worker)) else { return };
         if request.cut.contains(&output.choice) {
@@ -286,7 +311,7 @@ impl Requests {
                 assigned.choices = assigned.choices.saturating_sub(1);
             }
         }
-        let (over, sent) = (request.open == 0, request.events.try_send(GenerationEvent::Output(output)));
+        let (over, sent) = (request.open == 0, request.events.try_send(GenerationEvent::Output(output, step.clone())));
         match sent {
             Ok(()) if over => {
                 if let Some(figures) = self.figures.get_mut(&deployment) {

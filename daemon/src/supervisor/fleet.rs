@@ -6,6 +6,7 @@
 use super::deployment::{Absent, Deployment, Routing};
 use super::rollout::{RolloutRefusal, RolloutStatus, SwapRequest};
 use super::status::FleetStatus;
+use crate::telemetry::steps::{PROMPT_STEPS_MAX, Step};
 use ernie_proto::ids::{RequestId, WorkerId};
 use ernie_proto::worker::{KvReport, SamplingParams, SequenceOutput, SwapSettings, TokenLogprobs};
 use std::sync::Arc;
@@ -17,19 +18,19 @@ use tokio::time::Instant;
 /// Commands waiting for the supervisor task. It takes microseconds for each; a caller waits when this is full.
 pub(super) const COMMANDS_MAX: usize = 256;
 
-/// Use of the fleet. Cheap to clone.
 /// No configuration allows more requests at the same time. Channels that have room for each are made for so many, since they
 /// can not grow later and only what is in them takes memory.
 pub(super) const REQUESTS_CEILING: usize = 1 << 21;
 
+/// Use of the fleet. Cheap to clone.
 #[derive(Debug, Clone)]
 pub struct FleetHandle {
     pub(super) commands: mpsc::Sender<Command>,
     /// Every living [`Generation`] holds a permit here, so that its drop can always be told.
     pub(super) dropped: mpsc::Sender<RequestId>,
-    pub(super) status: watch::Receiver<Arc<FleetStatus>>,
     /// Permits given out at the same time; may change at any moment.
     pub(super) requests_max: Arc<AtomicUsize>,
+    pub(super) status: watch::Receiver<Arc<FleetStatus>>,
     pub(super) routing: watch::Receiver<Arc<Routing>>,
     pub(super) next_request: Arc<AtomicU64>,
 }
@@ -57,7 +58,10 @@ pub enum GenerationEvent {
     Started {
         cached_tokens: u32,
     },
-    Output(SequenceOutput),
+    /// A step computed a part of its prompt and brought no token of it.
+    Computed(Arc<Step>),
+    /// A token, and the step that brought it.
+    Output(SequenceOutput, Arc<Step>),
     PromptLogprobs(Vec<Option<TokenLogprobs>>),
     /// It ends here, unfinished.
     Failed(GenerationFailure),
@@ -109,10 +113,6 @@ pub struct DrainReport {
     pub failed: u64,
 }
 
-/// The supervisor task no longer runs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("the supervisor has stopped")]
-pub struct SupervisorGone;
 /// What comes after a drain.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum DrainEnd {
@@ -122,6 +122,10 @@ pub enum DrainEnd {
     Leave,
 }
 
+/// The supervisor task no longer runs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("the supervisor has stopped")]
+pub struct SupervisorGone;
 
 #[derive(Debug)]
 pub(super) enum Command {
@@ -129,16 +133,16 @@ pub(super) enum Command {
     /// Take no new requests; answer when the running ones have ended or the deadline is over.
     Drain {
         deadline: Instant,
-        reply: oneshot::Sender<DrainReport>,
-    },
-    /// End all workers now; answer when no process is left.
-    Shutdown {
         end: DrainEnd,
-        reply: oneshot::Sender<()>,
+        reply: oneshot::Sender<DrainReport>,
     },
     /// Take new requests again. False: there is no way back, or nothing to take back.
     Resume {
         reply: oneshot::Sender<bool>,
+    },
+    /// End all workers now; answer when no process is left.
+    Shutdown {
+        reply: oneshot::Sender<()>,
     },
     Swap {
         request: Box<SwapRequest>,
@@ -232,10 +236,15 @@ impl FleetHandle {
         if submission.prompt.is_empty() || submission.choices == 0 {
             return Err(SubmitRefusal::Invalid("a request needs at least one prompt token and one choice".to_string()));
         }
+        let limit = self.requests_max.load(Ordering::Relaxed);
         let permit = self.dropped.clone().try_reserve_owned().map_err(|refused| match refused {
-            mpsc::error::TrySendError::Full(_) => SubmitRefusal::TooManyRequests { limit: self.dropped.max_capacity() },
+            mpsc::error::TrySendError::Full(_) => SubmitRefusal::TooManyRequests { limit },
             mpsc::error::TrySendError::Closed(_) => SubmitRefusal::Draining,
         })?;
+        // Counted after the permit was taken: of those who come together some may be refused too many, never too few.
+        if self.under_way() > limit {
+            return Err(SubmitRefusal::TooManyRequests { limit });
+        }
         let id = RequestId(self.next_request.fetch_add(1, Ordering::Relaxed));
         // Room for everything this request can ever bring: a slow client keeps its own answer in memory and blocks nobody.
         let tokens = submission.sampling.max_tokens as usize * usize::from(submission.choices);
@@ -250,17 +259,28 @@ impl FleetHandle {
         answer.await.unwrap_or(Err(SubmitRefusal::Draining))?;
         Ok(generation)
     }
-        let limit = self.requests_max.load(Ordering::Relaxed);
+
+    /// Permits given out.
+    pub(super) fn under_way(&self) -> usize {
+        self.dropped.max_capacity() - self.dropped.capacity()
+    }
 
     /// Takes no new requests from now on, lets the running ones end until `patience` is over, then fails the rest. The
     /// workers stay until [`FleetHandle::shutdown`].
     pub async fn drain(&self, patience: Duration, end: DrainEnd) -> DrainReport {
         let (reply, answer) = oneshot::channel();
         let deadline = Instant::now() + patience;
-        if self.commands.send(Command::Drain { deadline, reply }).await.is_err() {
+        if self.commands.send(Command::Drain { deadline, end, reply }).await.is_err() {
             return DrainReport::default();
         }
         answer.await.unwrap_or_default()
+    }
+
+    /// Takes a drain back. False: the fleet does not drain, or it leaves.
+    pub async fn resume(&self) -> Result<bool, SupervisorGone> {
+        let (reply, answer) = oneshot::channel();
+        self.commands.send(Command::Resume { reply }).await.map_err(|_| SupervisorGone)?;
+        answer.await.map_err(|_| SupervisorGone)
     }
 
     /// Ends every worker and the supervisor; returns when no worker process is left. Running requests fail.
@@ -270,19 +290,7 @@ impl FleetHandle {
             // The supervisor drops the reply when it has ended; both ways nothing is left.
             let _ = answer.await;
         }
-    /// Permits given out.
-    pub(super) fn under_way(&self) -> usize {
-        self.dropped.max_capacity() - self.dropped.capacity()
     }
-
-    }
-    /// Takes a drain back. False: the fleet does not drain, or it leaves.
-    pub async fn resume(&self) -> Result<bool, SupervisorGone> {
-        let (reply, answer) = oneshot::channel();
-        self.commands.send(Command::Resume { reply }).await.map_err(|_| SupervisorGone)?;
-        answer.await.map_err(|_| SupervisorGone)
-    }
-
 
     /// Begins a rollout; returns its deployment as soon as it has begun. Progress shows in [`FleetHandle::rollout_status`].
     pub async fn swap(&self, request: SwapRequest) -> Result<ernie_proto::ids::DeploymentId, RolloutRefusal> {
@@ -319,6 +327,7 @@ impl FleetHandle {
 
     /// Other rules from now on.
     pub async fn configure(&self, settings: super::SupervisorSettings) {
+        self.requests_max.store(settings.requests_max, Ordering::Relaxed);
         // Fails only when the supervisor is gone, and then nothing is left to be ruled.
         let _ = self.commands.send(Command::Configure(Box::new(settings))).await;
     }
@@ -341,10 +350,9 @@ impl FleetHandle {
     }
 }
 
-/// `Started`, `PromptLogprobs`, `Failed`, and one to spare.
-const EVENTS_BESIDES_TOKENS: usize = 4;
+/// `Started`, `PromptLogprobs`, `Failed`, one to spare, and the steps that computed the prompt.
+const EVENTS_BESIDES_TOKENS: usize = 4 + PROMPT_STEPS_MAX as usize;
 
-        self.requests_max.store(settings.requests_max, Ordering::Relaxed);
 /// A request under way. Dropping it before its end aborts it: its blocks are free before the worker's next step.
 #[derive(Debug)]
 pub struct Generation {

@@ -518,7 +518,7 @@ impl Supervisor {
                 drain.replies.push(reply);
             }
             None => {
-                self.drain = Some(Drain { deadline, replies: vec![reply], finished: 0 });
+                self.drain = Some(Drain { deadline, end, replies: vec![reply], finished: 0 });
                 let patience = deadline.saturating_duration_since(now);
                 self.tell(FleetEvent::Draining { requests: self.requests.len(), patience });
             }

@@ -149,9 +149,9 @@ async fn ask(fleet: &FleetHandle, deployment: &Arc<Deployment>, probe: &Probe, s
     let mut answer = Answer::default();
     while let Some(event) = generation.next().await {
         match event {
-            GenerationEvent::Started { .. } | GenerationEvent::PromptLogprobs(_) => {}
+            GenerationEvent::Started { .. } | GenerationEvent::Computed(_) | GenerationEvent::PromptLogprobs(_) => {}
             GenerationEvent::Failed(failure) => return Err(failure.message),
-            GenerationEvent::Output(output) => {
+            GenerationEvent::Output(output, _) => {
                 if output.finish == Some(FinishReason::Error) {
                     return Err("its logits are not finite".to_string());
                 }

@@ -351,12 +351,12 @@ impl Supervisor {
         }
     }
 
-    fn on_step(&mut self, key: SlotKey, mut report: StepReport, now: Instant) {
+    fn on_step(&mut self, key: SlotKey, report: StepReport, now: Instant) {
         let Some(live) = self.slots.get_mut(&key).and_then(|slot| slot.live.as_mut()) else { return };
         for observer in &self.observers {
             observer.step(key.1, live.id, &report.stats);
         }
-        let mut stats = std::mem::take(&mut report.stats);
+        let mut stats = report.stats.clone();
         if stats.expert_tokens.is_empty() {
             stats.expert_tokens = std::mem::take(&mut live.stats.expert_tokens);
         }

@@ -151,11 +151,11 @@ pub(super) async fn read(mut generation: Generation, choices: u16) -> Result<Vec
     while let Some(event) = generation.next().await {
         match event {
             GenerationEvent::Started { .. } => started += 1,
-            GenerationEvent::Output(output) => {
+            GenerationEvent::Output(output, _) => {
                 tokens[usize::from(output.choice)].push(output.token);
                 ended += usize::from(output.finish.is_some());
             }
-            GenerationEvent::PromptLogprobs(_) => {}
+            GenerationEvent::PromptLogprobs(_) | GenerationEvent::Computed(_) => {}
             GenerationEvent::Failed(failure) => return Err(failure),
         }
     }
@@ -602,7 +602,7 @@ async fn an_answer_that_ends_without_a_token_is_no_violation() {
     let mut generation = fleet.submit(&Ask::new(1, 10)).await.expect("taken");
     let mut finish = None;
     while let Some(event) = generation.next().await {
-        if let GenerationEvent::Output(output) = event {
+        if let GenerationEvent::Output(output, _) = event {
             finish = output.finish;
         }
     }
@@ -655,7 +655,7 @@ fn what_another_worker_says_about_a_request_is_ignored() {
     assert_eq!(requests.apply(dead, report(13, 5), now), dispatch::Applied::default());
     requests.apply(next, report(12, 0), now);
     let mut tokens = Vec::new();
-    while let Ok(GenerationEvent::Output(output)) = received.try_recv() {
+    while let Ok(GenerationEvent::Output(output, _)) = received.try_recv() {
         tokens.push(output.token);
     }
     assert_eq!(tokens, vec![11, 12]);
@@ -701,7 +701,7 @@ async fn a_choice_that_has_said_enough_is_not_run_again_by_the_next_worker() {
     let mut ended = false;
     let mut tokens = [0, 0];
     while let Some(event) = generation.next().await {
-        let GenerationEvent::Output(output) = event else { continue };
+        let GenerationEvent::Output(output, _) = event else { continue };
         assert!(!(ended && output.choice == 0 && tokens[0] > 300), "what comes after the end is dropped");
         tokens[usize::from(output.choice)] += 1;
         if tokens[0] == 3 && !ended {

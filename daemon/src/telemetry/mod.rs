@@ -4,4 +4,5 @@ pub mod logging;
 pub mod metrics;
 pub mod recorder;
 pub mod requests;
+pub mod steps;
 pub mod traces;

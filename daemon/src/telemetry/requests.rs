@@ -5,6 +5,7 @@
 
 use super::metrics::RequestFigures;
 use super::recorder::Recorder;
+use super::steps::StepLog;
 use super::traces::{TraceParent, Traces};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
@@ -24,12 +25,17 @@ impl Observers {
         }
     }
 
-    pub fn ended(&self, card: &Arc<Card>, figures: &RequestFigures) {
+    /// Whether anybody wants to know which steps computed a request.
+    pub fn want_steps(&self) -> bool {
+        self.traces.as_ref().is_some_and(|traces| traces.want_steps())
+    }
+
+    pub fn ended(&self, card: &Arc<Card>, figures: &RequestFigures, steps: &StepLog) {
         if let Some(recorder) = &self.recorder {
             recorder.request_ended(card, figures.finished.label());
         }
         if let Some(traces) = &self.traces {
-            traces.request_ended(card, figures);
+            traces.request_ended(card, figures, steps);
         }
     }
 }

@@ -2,11 +2,14 @@
 //!
 //! A request's spans are made at its end, from the times that were noted on its card: `request` with `queue`, `prefill` and
 //! `decode` below it. A `traceparent` header makes the caller's span the parent and its decision to sample ours. Attributes
-//! follow the GenAI conventions; there is no prompt and no answer in them. Spans wait in a bounded queue for a thread of
+//! follow the GenAI conventions; there is no prompt and no answer in them. `prefill` and `decode` link to the engine steps that
+//! computed them: a span each, shared by all requests of the step, and a trace of its own since a step is no part of any one
+//! request. Spans wait in a bounded queue for a thread of
 //! their own; a collector that is slow or gone costs spans, never a request.
 
 use super::metrics::RequestFigures;
 use super::requests::Card;
+use super::steps::{PhaseSteps, Step, StepLog};
 use async_trait::async_trait;
 use bytes::Bytes;
 use http_body_util::{BodyExt, Full, Limited};
@@ -14,14 +17,17 @@ use hyper_util::client::legacy::Client;
 use hyper_util::client::legacy::connect::HttpConnector;
 use hyper_util::rt::TokioExecutor;
 use opentelemetry::trace::{
-    Span, SpanContext, SpanId, SpanKind, Status, TraceContextExt, TraceFlags, TraceId, TraceState, Tracer,
+    Link, Span, SpanContext, SpanId, SpanKind, Status, TraceContextExt, TraceFlags, TraceId, TraceState, Tracer,
     TracerProvider,
 };
 use opentelemetry::{Array, Context, KeyValue, StringValue, Value};
 use opentelemetry_http::{HttpClient, HttpError, Request, Response};
 use opentelemetry_otlp::{Protocol, WithExportConfig, WithHttpConfig};
 use opentelemetry_sdk::Resource;
-use opentelemetry_sdk::trace::{Sampler, SdkTracer, SdkTracerProvider};
+use opentelemetry_sdk::trace::{
+    BatchConfigBuilder, BatchSpanProcessor, Sampler, SamplingResult, SdkTracer, SdkTracerProvider, ShouldSample,
+};
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::runtime::Handle;
 
@@ -31,12 +37,17 @@ const EXPORT_PATIENCE: Duration = Duration::from_secs(5);
 const ANSWER_BYTES_MAX: usize = 64 * 1024;
 /// At the daemon's end.
 const FLUSH_PATIENCE: Duration = Duration::from_secs(2);
+/// Spans that wait to be sent; a request that ends may bring a hundred of its steps.
+const QUEUE_MAX: usize = 16 * 1024;
+/// Name of the span of an engine step.
+const STEP: &str = "engine step";
 
 /// Where spans go.
 #[derive(Debug)]
 pub struct Traces {
     provider: SdkTracerProvider,
     tracer: SdkTracer,
+    steps: bool,
 }
 
 /// The exporter can not be made.
@@ -77,8 +88,8 @@ impl TraceParent {
 
 impl Traces {
     /// `endpoint`: the collector's address; without a path, OTLP's own is taken. `ratio`: the share of requests without a
-    /// parent that is sampled. Must be called inside a runtime.
-    pub fn start(endpoint: &str, ratio: f64) -> Result<Self, TracesError> {
+    /// parent that is sampled. `steps`: whether requests link to the engine steps that computed them. Must be called inside a runtime.
+    pub fn start(endpoint: &str, ratio: f64, steps: bool) -> Result<Self, TracesError> {
         let fail = |reason: String| TracesError { endpoint: endpoint.to_owned(), reason };
         let uri: http::Uri = endpoint.parse().map_err(|e: http::uri::InvalidUri| fail(e.to_string()))?;
         if uri.scheme_str() != Some("http") || uri.host().is_none() {
@@ -101,17 +112,22 @@ impl Traces {
             .with_attribute(KeyValue::new("service.version", env!("CARGO_PKG_VERSION")))
             .with_attribute(KeyValue::new("process.pid", i64::from(std::process::id())))
             .build();
+        let batches = BatchConfigBuilder::default().with_max_queue_size(QUEUE_MAX).build();
         let provider = SdkTracerProvider::builder()
-            .with_batch_exporter(exporter)
-            .with_sampler(Sampler::ParentBased(Box::new(Sampler::TraceIdRatioBased(ratio))))
+            .with_span_processor(BatchSpanProcessor::builder(exporter).with_batch_config(batches).build())
+            .with_sampler(Sampled(Sampler::ParentBased(Box::new(Sampler::TraceIdRatioBased(ratio)))))
             .with_resource(resource)
             .build();
         let tracer = provider.tracer("ernied");
-        Ok(Self { provider, tracer })
+        Ok(Self { provider, tracer, steps })
+    }
+
+    pub(super) fn want_steps(&self) -> bool {
+        self.steps
     }
 
     /// A request came to its end, whatever it was.
-    pub(super) fn request_ended(&self, card: &Card, figures: &RequestFigures) {
+    pub(super) fn request_ended(&self, card: &Card, figures: &RequestFigures, steps: &StepLog) {
         let parent =
             card.parent.as_ref().map_or_else(Context::new, |p| Context::new().with_remote_span_context(p.0.clone()));
         let mut request = self
@@ -131,25 +147,52 @@ impl Traces {
         let [started, first, last] = card.notes.times();
         // Each phase ends where the next begins; one that was never left ends with the request.
         let phases = [
-            ("queue", Some(Duration::ZERO), started),
-            ("prefill", started, first),
-            ("decode", first, last.filter(|_| figures.generation_tokens > 1)),
+            ("queue", Some(Duration::ZERO), started, None),
+            ("prefill", started, first, Some(&steps.prefill)),
+            ("decode", first, last.filter(|_| figures.generation_tokens > 1), Some(&steps.decode)),
         ];
-        for (name, begin, end) in phases {
+        for (name, begin, end, steps) in phases {
             let Some(begin) = begin else { continue };
             if name == "decode" && end.is_none() && figures.generation_tokens <= 1 {
                 continue; // one token: there was nothing after the prefill
             }
-            let span = self
-                .tracer
-                .span_builder(name)
-                .with_kind(SpanKind::Internal)
-                .with_start_time(card.arrival + begin)
-                .start_with_context(&self.tracer, &within);
-            let mut span = span;
+            let mut builder =
+                self.tracer.span_builder(name).with_kind(SpanKind::Internal).with_start_time(card.arrival + begin);
+            if let Some(steps) = steps.filter(|steps| steps.count() > 0) {
+                builder = builder.with_attributes([count("ernied.steps", steps.count())]).with_links(self.links(steps));
+            }
+            let mut span = builder.start_with_context(&self.tracer, &within);
             span.end_with_timestamp(card.arrival + end.unwrap_or(figures.e2e).max(begin));
         }
         request.end_with_timestamp(card.arrival + figures.e2e);
+    }
+
+    fn links(&self, steps: &PhaseSteps) -> Vec<Link> {
+        let link =
+            |step: &Arc<Step>| Link::new(self.step_span(step), vec![count("ernied.step.number", step.number)], 0);
+        steps.kept().map(link).collect()
+    }
+
+    /// The step's span; made for the first request that refers to it.
+    fn step_span(&self, step: &Step) -> SpanContext {
+        let made = step.span.get_or_init(|| {
+            let mut span = self
+                .tracer
+                .span_builder(STEP)
+                .with_kind(SpanKind::Internal)
+                .with_start_time(step.ended.checked_sub(step.took).unwrap_or(step.ended))
+                .with_attributes([
+                    KeyValue::new("ernied.worker", step.worker.to_string()),
+                    count("ernied.step.number", step.number),
+                    count("ernied.step.sequences", step.sequences.into()),
+                    count("ernied.step.tokens", step.tokens.into()),
+                    count("ernied.step.prefill_tokens", step.prefill_tokens.into()),
+                ])
+                .start_with_context(&self.tracer, &Context::new());
+            span.end_with_timestamp(step.ended);
+            span.span_context().clone()
+        });
+        made.clone()
     }
 
     /// Sends what waits. Blocks.
@@ -157,6 +200,29 @@ impl Traces {
         if let Err(error) = self.provider.shutdown_with_timeout(FLUSH_PATIENCE) {
             tracing::warn!("the last traces were not sent: {error}");
         }
+    }
+}
+
+fn count(name: &'static str, value: u64) -> KeyValue {
+    KeyValue::new(name, i64::try_from(value).unwrap_or(i64::MAX))
+}
+
+/// Steps are always taken: there is one only when a request that was taken refers to it.
+#[derive(Debug, Clone)]
+struct Sampled(Sampler);
+
+impl ShouldSample for Sampled {
+    fn should_sample(
+        &self,
+        parent: Option<&Context>,
+        trace: TraceId,
+        name: &str,
+        kind: &SpanKind,
+        attributes: &[KeyValue],
+        links: &[Link],
+    ) -> SamplingResult {
+        let rule = if name == STEP { &Sampler::AlwaysOn } else { &self.0 };
+        rule.should_sample(parent, trace, name, kind, attributes, links)
     }
 }
 
@@ -246,7 +312,7 @@ mod tests {
     #[tokio::test]
     async fn an_endpoint_that_can_not_be_used_is_a_clear_error() {
         for bad in ["", "collector:4318", "https://collector:4318", "not a url"] {
-            let error = Traces::start(bad, 1.0).expect_err(bad);
+            let error = Traces::start(bad, 1.0, true).expect_err(bad);
             assert!(error.to_string().contains("--otlp-traces-endpoint"), "{error}");
         }
     }

@@ -87,6 +87,7 @@ pub(super) fn report(outputs: &mut engine::StepOutputs, stats: wire::StepStats) 
             .drain(..)
             .map(|s| wire::Started { request: id(s.request), cached_tokens: s.cached_tokens })
             .collect(),
+        prompts: outputs.prompts.drain(..).map(id).collect(),
         outputs: outputs
             .outputs
             .drain(..)

@@ -124,6 +124,9 @@ impl<R: ModelRunner> Engine<R> {
             let tokens = u32::try_from(planned.tokens).unwrap_or(u32::MAX);
             out.tokens += tokens;
             out.prefill_tokens += if decode { 0 } else { tokens };
+            if !decode {
+                out.prompts.push(self.requests[sequence.request].id);
+            }
             out.sequences += 1;
         }
     }
