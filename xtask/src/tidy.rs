@@ -139,10 +139,12 @@ fn walk(root: &Path, folder: &Path, found: &mut BTreeSet<String>) -> Result<()> 
     for entry in fs::read_dir(folder)? {
         let path: PathBuf = entry?.path();
         let name = path.file_name().and_then(|n| n.to_str()).unwrap_or_default().to_owned();
+        // `.git` is a file in a worktree.
+        if name == "target" || name == ".git" {
+            continue;
+        }
         if path.is_dir() {
-            if name != "target" && name != ".git" {
-                walk(root, &path, found)?;
-            }
+            walk(root, &path, found)?;
         } else if let Ok(relative) = path.strip_prefix(root) {
             found.insert(relative.to_string_lossy().into_owned());
         }
