@@ -158,6 +158,20 @@ def background():
     assert cancelled.status in ("cancelled", "incomplete"), cancelled
     assert client.responses.retrieve(long.id).status == cancelled.status
 
+    # One connection ends after two events; the next one goes on from there.
+    began = client.responses.create(
+        model=model, input="Hello", background=True, stream=True, max_output_tokens=600, temperature=0,
+        extra_body={"ignore_eos": True},
+    )
+    first = [next(began), next(began)]
+    began.close()
+    id, seen = first[0].response.id, first[-1].sequence_number
+    rest = list(client.responses.retrieve(id, stream=True, starting_after=seen))
+    assert [e.sequence_number for e in rest] == list(range(seen + 1, seen + 1 + len(rest))), rest
+    assert rest[-1].type in ("response.completed", "response.incomplete"), rest[-1]
+    text = "".join(e.delta for e in rest if e.type == "response.output_text.delta")
+    assert text and client.responses.retrieve(id).output_text == text, text
+
 
 def wait(look, states):
     until = time.monotonic() + 60

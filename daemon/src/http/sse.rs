@@ -78,14 +78,18 @@ pub fn response(
     settings: StreamSettings,
 ) -> Response {
     let state = State { answers, first, form, settings, opened: false, ended: false };
-    let stream = futures::stream::unfold(state, |mut state| async move {
+    streamed(futures::stream::unfold(state, |mut state| async move {
         if state.ended {
             return None;
         }
         let bytes = state.write().await;
         Some((Ok::<Bytes, Infallible>(bytes), state))
-    });
-    let mut response = Response::new(Body::from_stream(stream));
+    }))
+}
+
+/// Events that are made elsewhere, with the headers of a stream.
+pub fn streamed(events: impl futures::Stream<Item = Result<Bytes, Infallible>> + Send + 'static) -> Response {
+    let mut response = Response::new(Body::from_stream(events));
     let headers = response.headers_mut();
     headers.insert(header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8"));
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-cache"));

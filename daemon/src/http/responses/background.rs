@@ -1,5 +1,7 @@
 //! Background responses: answered at once with an id, worked on without the client, retrieved or cancelled later.
 //!
+//! Its events may be followed while it runs (`stream`), by the client that began it and by any that comes later.
+//!
 //! One that the daemon's end interrupts is run again from the beginning after the next start. Whoever takes a response out of
 //! `Running` says how it ended: its own task, or a cancel.
 
@@ -7,11 +9,16 @@ use super::super::call::Caller;
 use super::super::chat::{self, Chat};
 use super::super::error::{ApiError, ErrorKind};
 use super::super::layers::RequestId;
+use super::super::sse::{self, StreamForm};
 use super::super::{Api, batches};
 use super::store::Kept;
-use super::{Asked, Shape};
+use super::tape::Tape;
+use super::{Asked, ResponseStream, Shape};
 use crate::config::ErrorStyle;
 use crate::keys::Principal;
+use axum::Json;
+use axum::response::{IntoResponse, Response};
+use bytes::BytesMut;
 use ernie_proto::openai::ChatCompletionRequest;
 use serde_json::{Value, json};
 use std::collections::HashMap;
@@ -27,33 +34,42 @@ const REFUSED_PAUSE: Duration = Duration::from_secs(1);
 #[derive(Debug, Default)]
 pub struct Running {
     /// Held for a look-up only, never across a wait. Bounded by admission.
-    by_id: Mutex<HashMap<String, CancellationToken>>,
+    by_id: Mutex<HashMap<String, Run>>,
+}
+
+#[derive(Debug)]
+struct Run {
+    token: CancellationToken,
+    /// There is one if streaming was asked for.
+    tape: Option<Arc<Tape>>,
 }
 
 impl Running {
-    fn begin(&self, id: &str) -> CancellationToken {
+    fn begin(&self, id: &str, tape: Option<Arc<Tape>>) -> CancellationToken {
         let token = CancellationToken::new();
-        self.by_id.lock().unwrap_or_else(PoisonError::into_inner).insert(id.to_owned(), token.clone());
+        let run = Run { token: token.clone(), tape };
+        self.by_id.lock().unwrap_or_else(PoisonError::into_inner).insert(id.to_owned(), run);
         token
     }
 
     /// The right to say how it ended; only one gets it.
     fn take(&self, id: &str) -> Option<CancellationToken> {
-        self.by_id.lock().unwrap_or_else(PoisonError::into_inner).remove(id)
+        self.by_id.lock().unwrap_or_else(PoisonError::into_inner).remove(id).map(|run| run.token)
+    }
+
+    fn tape(&self, id: &str) -> Option<Arc<Tape>> {
+        self.by_id.lock().unwrap_or_else(PoisonError::into_inner).get(id)?.tape.clone()
     }
 }
 
-/// Begins one; its object as it is now.
-pub(super) async fn begin(api: &Arc<Api>, caller: Caller, asked: Asked) -> Result<Value, ApiError> {
-    if asked.stream {
-        return Err(ApiError::value("stream", "a background response can not be streamed; retrieve it by its id."));
-    }
+/// Begins one; its object as it is now, or its events.
+pub(super) async fn begin(api: &Arc<Api>, caller: Caller, asked: Asked) -> Result<Response, ApiError> {
     if !asked.store {
         return Err(ApiError::value("store", "a background response is retrieved later, so it has to be stored."));
     }
     let owner = caller.principal.clone();
     // Everything that can be refused is refused here, with a status.
-    let chat = chat::begin(api, caller, ChatCompletionRequest::read(asked.chat.clone())?, false).await?;
+    let chat = chat::begin(api, caller, ChatCompletionRequest::read(asked.chat.clone())?, asked.stream).await?;
     let shape = Shape::new(asked, owner.id.clone(), api.clone());
     let object = shape.object(&chat.form, "queued", None, &[]);
     let kept = Kept {
@@ -62,10 +78,26 @@ pub(super) async fn begin(api: &Arc<Api>, caller: Caller, asked: Asked) -> Resul
         messages: shape.asked.messages.clone(),
         asked: Some(remembered(&owner, &shape)),
     };
-    let token = api.running.begin(&shape.id);
+    let tape = shape.asked.stream.then(Tape::new);
+    let token = api.running.begin(&shape.id, tape.clone());
     api.keep_response(kept).await;
-    tokio::spawn(work(api.clone(), chat, shape, token));
-    Ok(object)
+    match tape {
+        None => {
+            tokio::spawn(work(api.clone(), chat, shape, token));
+            Ok(Json(object).into_response())
+        }
+        Some(tape) => {
+            let events = tape.follow(0, api.settings().keep_alive);
+            tokio::spawn(play(api.clone(), chat, shape, token, tape));
+            Ok(sse::streamed(events))
+        }
+    }
+}
+
+/// The events of one that runs, from number `from` on. `None`: it has ended, or was not begun as a stream.
+pub(super) fn follow(api: &Api, id: &str, from: usize) -> Option<Response> {
+    let tape = api.running.tape(id)?;
+    Some(sse::streamed(tape.follow(from, api.settings().keep_alive)))
 }
 
 /// Runs what an earlier life of the daemon did not end.
@@ -81,7 +113,7 @@ pub async fn resume(api: Arc<Api>) {
         let Some(asked) = kept.asked.clone() else { continue };
         let id = kept.id().to_owned();
         tracing::info!(response = id, "a background response is begun again");
-        let token = api.running.begin(&id);
+        let token = api.running.begin(&id, None);
         let owner = batches::principal(&asked["owner"]);
         let shape = Shape {
             id: id.clone(),
@@ -151,6 +183,43 @@ async fn work(api: Arc<Api>, chat: Chat, shape: Shape, token: CancellationToken)
         Err(error) => Kept { owner, response: failed(begun, &error), messages, asked: None },
     };
     api.keep_response(kept).await;
+}
+
+/// As [`work`], with the events on a tape while they come.
+async fn play(api: Arc<Api>, chat: Chat, shape: Shape, token: CancellationToken, tape: Arc<Tape>) {
+    let Chat { mut answers, form, .. } = chat;
+    let begun = shape.object(&form, "in_progress", None, &[]);
+    let (id, owner, messages) = (shape.id.clone(), shape.owner.clone(), shape.asked.messages.clone());
+    let mut stream = ResponseStream::new(form, shape);
+    let mut written = BytesMut::new();
+    stream.open(&mut written);
+    loop {
+        tape.add(&mut written);
+        let event = tokio::select! {
+            () = token.cancelled() => break,
+            event = answers.next() => event,
+        };
+        let error = match event {
+            Some((index, event)) => match stream.event(index, event, &mut written) {
+                Ok(()) => continue,
+                Err(error) => Some(error),
+            },
+            None => None,
+        };
+        // Whoever cancelled it has said how it ended.
+        if api.running.take(&id).is_some() {
+            match error {
+                None => stream.close(&mut written),
+                Some(error) => {
+                    stream.error(&error, api.settings().error_style, &mut written);
+                    api.keep_response(Kept { owner, response: failed(begun, &error), messages, asked: None }).await;
+                }
+            }
+            tape.add(&mut written);
+        }
+        break;
+    }
+    tape.end();
 }
 
 fn failed(mut object: Value, error: &ApiError) -> Value {

@@ -6,6 +6,7 @@
 
 pub mod background;
 pub mod store;
+mod tape;
 
 use super::assemble::Answers;
 use super::call::{Caller, named_id, unix_now};
@@ -44,7 +45,7 @@ pub async fn create(
     let asked = Asked::read(body, history)?;
     api.unknown_members(&asked.unknown)?;
     if asked.background {
-        return Ok(Json(background::begin(&api, caller, asked).await?).into_response());
+        return background::begin(&api, caller, asked).await;
     }
     let chat = ChatCompletionRequest::read(asked.chat.clone())?;
     let Chat { mut answers, form, .. } = chat::begin(&api, caller, chat, asked.stream).await?;
@@ -66,11 +67,24 @@ pub async fn retrieve(
     Extension(principal): Extension<Principal>,
     Path(id): Path<String>,
     uri: Uri,
-) -> Result<Json<Value>, ApiError> {
-    if query_stream(&uri) == Some(true) {
-        return Err(ApiError::value("stream", "a stored response comes whole; it can not be streamed again."));
+) -> Result<Response, ApiError> {
+    let kept = api.responses.get(&principal.id, &id).await?;
+    if query_stream(&uri) != Some(true) {
+        return Ok(Json(kept.response).into_response());
     }
-    Ok(Json(api.responses.get(&principal.id, &id).await?.response))
+    background::follow(&api, &id, starting_after(&uri)?).ok_or_else(|| {
+        ApiError::value("stream", "a response that has ended comes whole; it can not be streamed again.")
+    })
+}
+
+/// Number of the first event that is wanted.
+fn starting_after(uri: &Uri) -> Result<usize, ApiError> {
+    let given = uri.query().and_then(|q| q.split('&').find_map(|pair| pair.strip_prefix("starting_after=")));
+    match given.map(str::parse::<u32>) {
+        None => Ok(0),
+        Some(Ok(number)) => Ok(number as usize + 1),
+        Some(Err(_)) => Err(ApiError::value("starting_after", "starting_after must be the number of an event.")),
+    }
 }
 
 pub async fn delete(

@@ -76,7 +76,6 @@ async fn a_response_cut_short_is_incomplete() {
     );
     for (body, param) in [
         (json!({}), "body.input"),
-        (json!({"input": "a", "background": true, "stream": true}), "stream"),
         (json!({"input": "a", "background": true, "store": false}), "store"),
         (json!({"input": [{"type": "image_generation_call"}]}), "body.input.0.type"),
         (json!({"input": "a", "previous_response_id": "resp_x"}), "response_id"),
@@ -126,6 +125,46 @@ async fn a_background_response_is_worked_on_without_its_client_and_can_be_cancel
     assert_eq!(house.get(&path).await.ok()["status"], "cancelled");
     house.workers.aborted.notified().await;
     assert_eq!(house.get(&format!("{path}?stream=true")).await.json()["error"]["param"], "stream");
+}
+
+#[tokio::test]
+async fn a_background_response_streams_to_its_client_and_to_those_who_come_later() {
+    let house = House::saying("好 abc").await;
+    let body = json!({"input": "hi", "background": true, "stream": true});
+    let all = events(&house.post("/v1/responses", &body).await);
+    assert!(all.iter().enumerate().all(|(i, event)| event["sequence_number"] == i), "{all:?}");
+    let last = all.last().unwrap();
+    assert_eq!((&last["type"], &last["response"]["status"]), (&json!("response.completed"), &json!("completed")));
+    let path = format!("/v1/responses/{}", last["response"]["id"].as_str().unwrap());
+    assert_eq!(house.get(&path).await.ok(), last["response"]);
+    assert_eq!(house.get(&format!("{path}?stream=true")).await.json()["error"]["param"], "stream", "it has ended");
+
+    // The client that began it goes; another one follows from where it was.
+    let hold = Arc::new(tokio::sync::Notify::new());
+    let held = hold.clone();
+    let house =
+        House::answering(move |model, submit| Answer { hold: Some(held.clone()), ..say(model, submit, "xy") }).await;
+    let response = house.router.clone().oneshot(post("/v1/responses", body.to_string())).await.unwrap();
+    let mut body = response.into_body().into_data_stream();
+    let begun = futures::StreamExt::next(&mut body).await.unwrap().unwrap();
+    let begun = String::from_utf8(begun.to_vec()).unwrap();
+    let id = begun.split("\"id\":\"").nth(1).unwrap().split('"').next().unwrap().to_owned();
+    drop(body);
+    let from = format!("/v1/responses/{id}?stream=true&starting_after=1");
+    let follower = Request::get(from).body(Body::empty()).unwrap();
+    let response = house.router.clone().oneshot(follower).await.unwrap();
+    let release = async {
+        for _ in 0..1000 {
+            hold.notify_one();
+            tokio::task::yield_now().await;
+        }
+    };
+    let (body, ()) = tokio::join!(response.into_body().collect(), release);
+    let reply = Reply { status: StatusCode::OK, headers: http::HeaderMap::new(), body: body.unwrap().to_bytes() };
+    let rest = events(&reply);
+    assert_eq!(rest[0]["sequence_number"], 2, "{rest:?}");
+    assert_eq!(rest.last().unwrap()["response"]["output"][0]["content"][0]["text"], "xy");
+    assert_eq!(house.get(&format!("/v1/responses/{id}?stream=true&starting_after=x")).await.status, 400);
 }
 
 #[tokio::test]
