@@ -1,21 +1,23 @@
-//! Carries out what `rollout` decides: verifies, loads, probes, routes, retires, restores, and tells how it went.
+//! Carries out what `rollout` decides: verifies, loads, probes, routes, restores, and tells how it went.
 //!
 //! Part of the supervisor task. What takes time runs beside it and reports back with the candidate's id.
+
+mod leave;
+mod settle;
 
 use super::dispatch::Figures;
 use super::fleet::FleetHandle;
 use super::probe;
-use super::publish::add_counters;
 use super::rollout::{
     self, Attempt, CutOver, Refused, Rollout, RolloutEffect, RolloutEvent, RolloutOutcome, RolloutRefusal,
     RolloutResult, RolloutStatus, Sides, Strategy, SwapRequest,
 };
-use super::soak::{self, Observed};
+use super::soak::Observed;
 use super::stored::OpenedModel;
 use super::{DeploymentEntry, DeploymentRole, DeploymentSpec, FleetEvent, Supervisor, SupervisorEvent, unix_now};
 use crate::model_store::{Placement, Served, Serving, Space, place};
 use ernie_proto::ids::DeploymentId;
-use ernie_proto::worker::{Quantization, StepStats};
+use ernie_proto::worker::Quantization;
 use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
@@ -450,13 +452,6 @@ impl Supervisor {
         self.publish_routing();
     }
 
-    /// Takes no new requests from `at` on; leaves when it has none.
-    pub(super) fn retire(&mut self, id: DeploymentId, at: Instant) {
-        if let Some(entry) = self.deployments.get_mut(&id) {
-            (entry.role, entry.leaves_at) = (DeploymentRole::Retiring, Some(at));
-        }
-    }
-
     fn finished(&mut self, candidate: DeploymentId, result: RolloutResult, now: Instant) {
         let Some(progress) = self.rollouts.attempt.take() else { return };
         let requests = self.sides(&progress);
@@ -506,129 +501,6 @@ impl Supervisor {
         let old = self.requests.figures(old).since(&progress.old_then);
         let new = self.requests.figures(new).since(&progress.new_then.figures);
         Sides { old: old.finished, new: new.finished, failed: old.failed + new.failed }
-    }
-
-    /// Everything that may have become true since the last turn: workers that left or are ready, deadlines, broken rules.
-    pub(super) fn settle_rollout(&mut self, now: Instant) {
-        self.let_retiring_leave(now);
-        let gone = |supervisor: &Self, id: DeploymentId| {
-            !supervisor.slots.range((id, 0)..=(id, u32::MAX)).any(|(_, slot)| slot.live.is_some())
-        };
-        let ready = |supervisor: &Self, id: DeploymentId| supervisor.ready_workers(id).count();
-        match self.rollouts.state.clone() {
-            Rollout::Steady => return,
-            Rollout::Clearing(attempt) => {
-                let left = self.deployments.get(&attempt.replaces).is_none_or(|entry| entry.left);
-                if left && gone(self, attempt.replaces) {
-                    self.rollout_event(RolloutEvent::Gone { of: attempt.replaces }, now);
-                }
-            }
-            Rollout::Loading(attempt) => {
-                let wanted = self.deployments.get(&attempt.candidate).map_or(1, |entry| entry.spec.workers.max(1));
-                if ready(self, attempt.candidate) >= wanted as usize {
-                    self.rollout_event(RolloutEvent::Ready { of: attempt.candidate }, now);
-                }
-            }
-            Rollout::Restoring { attempt, cleared: false, .. } => {
-                let left = self.deployments.get(&attempt.candidate).is_none_or(|entry| entry.left);
-                if left && gone(self, attempt.candidate) {
-                    self.rollout_event(RolloutEvent::Gone { of: attempt.candidate }, now);
-                }
-            }
-            Rollout::Restoring { attempt, cleared: true, .. } => {
-                if ready(self, attempt.replaces) > 0 {
-                    self.rollout_event(RolloutEvent::Ready { of: attempt.replaces }, now);
-                }
-            }
-            Rollout::Soaking(attempt) => self.soak(&attempt, now),
-            Rollout::Verifying(_) | Rollout::Probing(_) => {}
-        }
-        self.rollout_event(RolloutEvent::Tick, now);
-    }
-
-    fn soak(&mut self, attempt: &Attempt, now: Instant) {
-        let Some(progress) = &mut self.rollouts.attempt else { return };
-        if now < progress.soak_due {
-            return;
-        }
-        progress.soak_due = now + SOAK_INTERVAL;
-        let mut new = self.observed(attempt.candidate);
-        let mut old = self.observed(attempt.replaces);
-        let Some(progress) = &self.rollouts.attempt else { return };
-        new.figures = new.figures.since(&progress.new_then.figures);
-        new.nan_sequences -= progress.new_then.nan_sequences.min(new.nan_sequences);
-        // Beside a canary the old one is measured in the same minutes, else in its life before.
-        old.figures = match attempt.canary {
-            Some(_) => old.figures.since(&progress.old_then),
-            None => progress.old_then,
-        };
-        // Only answers of the candidate's own count against it.
-        old.nan_sequences = 0;
-        if let Some(reason) = soak::breach(&self.settings.soak, &old, &new) {
-            self.rollout_event(RolloutEvent::Failed { of: attempt.candidate, reason }, now);
-        }
-    }
-
-    fn observed(&self, id: DeploymentId) -> Observed {
-        let mut stats = StepStats::default();
-        for (_, slot) in self.slots.range((id, 0)..=(id, u32::MAX)) {
-            add_counters(&mut stats, &slot.base);
-            if let Some(live) = &slot.live {
-                add_counters(&mut stats, &live.stats);
-            }
-        }
-        Observed {
-            figures: self.requests.figures(id),
-            nan_sequences: stats.nan_sequences,
-            expert_tokens: stats.expert_tokens,
-        }
-    }
-
-    /// A worker of a deployment was lost: a candidate is not given a second chance.
-    pub(super) fn candidate_lost_worker(&mut self, id: DeploymentId, reason: &str, now: Instant) {
-        if self.rollouts.state.attempt().is_some_and(|attempt| attempt.candidate == id) {
-            let reason = format!("one of its workers was lost: {reason}");
-            self.rollout_event(RolloutEvent::Failed { of: id, reason }, now);
-        }
-    }
-
-    /// Deployments that have ended what they began let their workers go, and are forgotten when these are gone.
-    fn let_retiring_leave(&mut self, now: Instant) {
-        let leaving: Vec<_> = self
-            .deployments
-            .iter()
-            .filter(|(_, entry)| entry.leaves_at.is_some_and(|at| at <= now))
-            .map(|(id, entry)| (*id, entry.left))
-            .collect();
-        for (id, left) in leaving {
-            if !left && self.requests.of_deployment(id) == 0 {
-                if let Some(entry) = self.deployments.get_mut(&id) {
-                    entry.left = true;
-                }
-                self.unwant_workers(id);
-                self.publish.at_once();
-            }
-            let left = self.deployments.get(&id).is_some_and(|entry| entry.left);
-            let gone = !self.slots.range((id, 0)..=(id, u32::MAX)).any(|(_, slot)| slot.live.is_some());
-            let needed = self.rollouts.state.attempt().is_some_and(|a| a.candidate == id || a.replaces == id);
-            if left && gone && !needed {
-                self.forget(id);
-            }
-        }
-    }
-
-    fn forget(&mut self, id: DeploymentId) {
-        let keys: Vec<_> = self.slots.range((id, 0)..=(id, u32::MAX)).map(|(key, _)| *key).collect();
-        for key in keys {
-            if let Some(slot) = self.slots.remove(&key) {
-                add_counters(&mut self.base, &slot.base);
-            }
-        }
-        self.requests.forget_deployment(id);
-        if let Some(entry) = self.deployments.remove(&id) {
-            self.tell(FleetEvent::DeploymentRetired { deployment: id, revision: entry.spec.revision });
-        }
-        self.publish.at_once();
     }
 }
 
