@@ -178,9 +178,10 @@ impl SpawnWorker for ScriptedWorkers {
     }
 }
 
-struct ScriptedProcess {
-    killed: CancellationToken,
-    gone: CancellationToken,
+/// A process that is a task: killed by one token, and over when the task cancels the other.
+pub(crate) struct ScriptedProcess {
+    pub(crate) killed: CancellationToken,
+    pub(crate) gone: CancellationToken,
 }
 
 impl WorkerProcess for ScriptedProcess {

@@ -1,15 +1,14 @@
 //! A worker that answers with the tokens a test wrote down: the other end of the fleet's pipe, in this process.
 
-use crate::supervisor::{SpawnWorker, SpawnedWorker, WorkerProcess};
+use crate::supervisor::scripted::ScriptedProcess;
+use crate::supervisor::{SpawnWorker, SpawnedWorker};
 use ernie_proto::frame;
 use ernie_proto::ids::{RequestId, WorkerId};
 use ernie_proto::worker::{
     FinishReason, FromWorker, Hello, Load, Loaded, PromptLogprobs, SequenceOutput, Started, StepReport, StepStats,
     Submit, ToWorker, TokenLogprobs,
 };
-use std::future::Future;
 use std::io;
-use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
 use tokio::io::{AsyncReadExt, AsyncWriteExt, DuplexStream};
 use tokio::sync::Notify;
@@ -233,25 +232,7 @@ impl SpawnWorker for AnsweringWorkers {
             }
             end.cancel();
         });
-        let process = Box::new(Process { killed, gone });
+        let process = Box::new(ScriptedProcess { killed, gone });
         Ok(SpawnedWorker { pid: 1, pipe: Box::new(ours), stderr: None, process })
-    }
-}
-
-struct Process {
-    killed: CancellationToken,
-    gone: CancellationToken,
-}
-
-impl WorkerProcess for Process {
-    fn kill(&mut self) {
-        self.killed.cancel();
-    }
-
-    fn wait(&mut self) -> Pin<Box<dyn Future<Output = String> + Send + '_>> {
-        Box::pin(async {
-            self.gone.cancelled().await;
-            "exit status 0".to_owned()
-        })
     }
 }
