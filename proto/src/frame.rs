@@ -9,6 +9,9 @@ use std::io::{self, Read, Write};
 /// No frame is longer: the largest is a `Submit` with a full context of prompt ids, or `Load` with a vocabulary.
 pub const FRAME_BYTES_MAX: usize = 64 << 20;
 
+/// What is read of a frame before the rest is believed in.
+const READ_AT_ONCE: usize = 64 << 10;
+
 /// Why a frame could not be read or written.
 #[derive(Debug, thiserror::Error)]
 pub enum FrameError {
@@ -46,11 +49,16 @@ pub fn read<T: DeserializeOwned>(from: &mut impl Read, buffer: &mut Vec<u8>) -> 
     if length > FRAME_BYTES_MAX {
         return Err(FrameError::TooLong(length));
     }
-    // Exactly: growing by doubling would go beyond the limit that the length was just held against.
     buffer.clear();
-    buffer.reserve_exact(length);
-    buffer.resize(length, 0);
-    from.read_exact(buffer).map_err(closed_or_io)?;
+    // As it comes: a length that is only claimed takes no memory and no time. Exactly: a vector that grows by itself would go
+    // beyond the limit that the length was just held against.
+    while buffer.len() < length {
+        let begin = buffer.len();
+        let end = length.min(begin + begin.max(READ_AT_ONCE));
+        buffer.reserve_exact(end - begin);
+        buffer.resize(end, 0);
+        from.read_exact(&mut buffer[begin..]).map_err(closed_or_io)?;
+    }
     decode(buffer)
 }
 
@@ -83,6 +91,26 @@ mod tests {
         let error = read::<u32>(&mut &u32::MAX.to_le_bytes()[..], &mut buffer).expect_err("too long");
         assert!(matches!(error, FrameError::TooLong(_)));
         assert_eq!(buffer.capacity(), 0);
+    }
+
+    #[test]
+    fn a_length_that_is_only_claimed_takes_no_memory() {
+        let mut bytes = (FRAME_BYTES_MAX as u32).to_le_bytes().to_vec();
+        bytes.extend([0; 100_000]);
+        let mut buffer = Vec::new();
+        let error = read::<u32>(&mut &bytes[..], &mut buffer).expect_err("cut short");
+        assert!(matches!(error, FrameError::Closed));
+        assert!(buffer.capacity() <= 2 * bytes.len(), "{} bytes for {}", buffer.capacity(), bytes.len());
+    }
+
+    #[test]
+    fn a_long_frame_comes_back_whole() {
+        let long: Vec<u32> = (0..1_000_000).collect();
+        let bytes = encode(&long).expect("encodes");
+        let mut buffer = Vec::new();
+        let back: Vec<u32> = read(&mut &bytes[..], &mut buffer).expect("decodes");
+        assert_eq!(back, long);
+        assert_eq!(buffer.capacity(), bytes.len() - 4, "exactly as much as came");
     }
 
     #[test]
