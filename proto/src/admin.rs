@@ -88,6 +88,9 @@ pub struct Model {
     pub max_model_len: u32,
     /// `bf16`, `f32`, `int8`, `int4`.
     pub weights: String,
+    /// K and V: `bf16`, `f32`, `int8`.
+    #[serde(default)]
+    pub kv: String,
     pub isa: String,
     pub threads: u32,
     pub load_seconds: f64,

@@ -82,12 +82,23 @@ pub enum Quantization {
     Int4,
 }
 
+/// Number type of K and V.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum KvDtype {
+    /// As the weights compute: bfloat16, or float32 with float32 weights.
+    Auto,
+    Bfloat16,
+    /// Eight bits with a scale per token and head.
+    Int8,
+}
+
 /// Everything a worker needs to know, in one message.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Load {
     pub model_dir: PathBuf,
     pub dtype: Dtype,
     pub quantization: Quantization,
+    pub kv_dtype: KvDtype,
     /// Longest sequence, prompt and answer together, in tokens. `None`: the checkpoint's own limit.
     pub max_model_len: Option<u32>,
     /// Most sequences in one step.
@@ -130,6 +141,7 @@ impl Load {
             model_dir: model_dir.into(),
             dtype: Dtype::Auto,
             quantization: Quantization::None,
+            kv_dtype: KvDtype::Auto,
             max_model_len: None,
             max_num_seqs: 256,
             max_num_batched_tokens: 2048,
@@ -318,6 +330,8 @@ pub struct Loaded {
 /// new request, filled when another worker began it and died.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Submit {
+    /// K and V: `bf16`, `f32`, `int8`.
+    pub kv: String,
     pub request: RequestId,
     pub prompt: Arc<Vec<u32>>,
     pub choices: Vec<ChoiceSoFar>,

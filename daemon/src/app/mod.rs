@@ -271,6 +271,7 @@ fn deployment(config: &Config, first: &first::First) -> DeploymentSpec {
         model_dir: verified.dir().to_owned(),
         dtype: config.model.dtype,
         quantization: config.model.quantization,
+        kv_dtype: config.engine.kv_dtype,
         max_model_len: config.model.max_model_len,
         max_num_seqs: config.engine.max_num_seqs,
         max_num_batched_tokens: config.engine.max_num_batched_tokens,
@@ -370,6 +371,7 @@ fn dtype_word(dtype: ernie_proto::worker::Dtype) -> &'static str {
     match dtype {
         ernie_proto::worker::Dtype::Auto => "auto",
         ernie_proto::worker::Dtype::Bfloat16 => "bfloat16",
+            cache_dtype: kv_dtype_word(config.engine.kv_dtype).to_owned(),
         ernie_proto::worker::Dtype::Float32 => "float32",
     }
 }
@@ -377,3 +379,11 @@ fn dtype_word(dtype: ernie_proto::worker::Dtype) -> &'static str {
 fn url(address: SocketAddr) -> String {
     format!("http://{address}")
 }
+fn kv_dtype_word(dtype: ernie_proto::worker::KvDtype) -> &'static str {
+    match dtype {
+        ernie_proto::worker::KvDtype::Auto => "auto",
+        ernie_proto::worker::KvDtype::Bfloat16 => "bfloat16",
+        ernie_proto::worker::KvDtype::Int8 => "int8",
+    }
+}
+

@@ -119,7 +119,9 @@ pub(super) fn open_disk(wanted: &SwapDisk, identity: &[u8], runner: &CpuRunner) 
     std::fs::create_dir_all(&wanted.dir).map_err(|e| fail(&e))?;
     let report = runner.report();
     let mut bytes = identity.to_vec();
-    bytes.extend_from_slice(format!("{} {} {}", report.weights, report.isa, runner.block_bytes()).as_bytes());
+    bytes.extend_from_slice(
+        format!("{} {} {} {}", report.weights, report.kv, report.isa, runner.block_bytes()).as_bytes(),
+    );
     let digest = Sha256::digest(&bytes);
     let identity = digest.iter().take(16).fold(0, |number: u128, byte| number << 8 | u128::from(*byte));
     for number in 0..FILES_MAX {

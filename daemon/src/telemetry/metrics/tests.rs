@@ -13,6 +13,7 @@ fn metrics() -> Metrics {
             enable_prefix_caching: true,
             gpu_memory_utilization: "0.9".to_owned(),
             swap_space: "0".to_owned(),
+            cache_dtype: "auto".to_owned(),
         },
         legacy_names: false,
     })
