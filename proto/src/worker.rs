@@ -227,22 +227,38 @@ pub struct KvReport {
     pub swap_blocks_total: u32,
     pub swap_blocks_used: u32,
     pub swap_blocks_preempted: u32,
-    pub disk_blocks_total: u32,
-    pub disk_blocks_used: u32,
-    /// Found from an earlier worker of the same model.
-    pub disk_blocks_restored: u32,
-    /// Did not read back as written.
-    pub disk_blocks_corrupt: u64,
+    pub disk: DiskStats,
     pub swap: SwapSettings,
-    /// Seconds to copy a block out and back, and to compute its tokens again, as measured. `None`: not yet.
+    /// Seconds to copy a block out and back, to read it from the swap file, and to compute its tokens again, as measured.
+    /// `None`: not yet.
     pub copy_seconds: Option<f64>,
+    pub disk_seconds: Option<f64>,
     pub compute_seconds: Option<f64>,
     /// Whether copies are made and fetched now.
     pub copies_pay: bool,
+    /// Whether those in the swap file are.
+    pub disk_pays: bool,
     /// Those with the most blocks, at most [`KV_SEQUENCES_MAX`].
     pub sequences: Vec<KvSequence>,
     /// Owners with the most blocks, at most [`KV_SEQUENCES_MAX`].
     pub owners: Vec<KvOwner>,
+}
+
+/// What a worker's swap file holds and what was moved; counters are since the worker loaded.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct DiskStats {
+    pub blocks_total: u32,
+    pub blocks_used: u32,
+    /// Found from an earlier worker of the same model.
+    pub blocks_restored: u32,
+    /// Did not read back as written.
+    pub blocks_corrupt: u64,
+    pub reads: u64,
+    pub read_seconds: f64,
+    pub writes: u64,
+    pub write_seconds: f64,
+    /// Blocks that the disk was too slow for.
+    pub writes_skipped: u64,
 }
 
 /// Rows of a [`KvReport`].
@@ -314,6 +330,8 @@ pub struct Loaded {
     pub max_model_len: u32,
     /// As it is in memory: `bf16`, `f32`, `int8`, `int4`.
     pub weights: String,
+    /// K and V: `bf16`, `f32`, `int8`.
+    pub kv: String,
     /// Instruction set in use: `avx512bf16`, `avx512`, `avx2`, `scalar`, ...
     pub isa: String,
     pub threads: u32,
@@ -330,8 +348,6 @@ pub struct Loaded {
 /// new request, filled when another worker began it and died.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Submit {
-    /// K and V: `bf16`, `f32`, `int8`.
-    pub kv: String,
     pub request: RequestId,
     pub prompt: Arc<Vec<u32>>,
     pub choices: Vec<ChoiceSoFar>,
@@ -529,6 +545,7 @@ pub struct StepStats {
     pub swap_blocks_used: u32,
     pub swapped_out_blocks: u64,
     pub swapped_in_blocks: u64,
+    pub disk: DiskStats,
     pub nan_sequences: u64,
     /// Per layer, tokens per expert since load; empty for dense layers and dense models. Sent about once a second.
     pub expert_tokens: Vec<Vec<u64>>,

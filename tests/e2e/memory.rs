@@ -88,6 +88,16 @@ async fn no_token_depends_on_where_a_sequence_was_put_while_it_waited() -> Resul
         if policy == "disk" {
             assert!(kv["disk_blocks_used"].as_u64() > Some(0) && kv["disk_blocks_corrupt"] == 0, "{kv}");
         }
+            let text = daemon.client().get("/metrics").await?.text();
+            for series in [
+                r#"ernied_swap_file_bytes{engine="0",state="used"}"#,
+                r#"ernied_swap_file_blocks_total{engine="0",operation="write"}"#,
+                r#"ernied_swap_file_seconds_total{engine="0",operation="write"}"#,
+            ] {
+                let value = text.lines().find_map(|l| l.strip_prefix(series)?.trim().parse::<f64>().ok());
+                assert!(value > Some(0.0), "{series}: {value:?}");
+            }
+            assert_eq!(daemon.metric("ernied_swap_file_checksum_errors_total").await?, 0.0);
     }
     Ok(())
 }
