@@ -1,7 +1,8 @@
 //! KV memory under pressure: tiny pools, swap policies, the swap file, fair shares; a soak with kills.
 
 use anyhow::{Context, Result, ensure};
-use ernied_tests::{Client, DaemonOptions, TestDaemon};
+use ernied_tests::prometheus::skipped;
+use ernied_tests::{Client, DaemonOptions, MemoryCgroup, TestDaemon};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -87,7 +88,6 @@ async fn no_token_depends_on_where_a_sequence_was_put_while_it_waited() -> Resul
         assert_eq!(swapped > 0.0, policy != "off", "{policy}: {swapped} blocks, {kv}");
         if policy == "disk" {
             assert!(kv["disk_blocks_used"].as_u64() > Some(0) && kv["disk_blocks_corrupt"] == 0, "{kv}");
-        }
             let text = daemon.client().get("/metrics").await?.text();
             for series in [
                 r#"ernied_swap_file_bytes{engine="0",state="used"}"#,
@@ -98,6 +98,7 @@ async fn no_token_depends_on_where_a_sequence_was_put_while_it_waited() -> Resul
                 assert!(value > Some(0.0), "{series}: {value:?}");
             }
             assert_eq!(daemon.metric("ernied_swap_file_checksum_errors_total").await?, 0.0);
+        }
     }
     Ok(())
 }
@@ -201,6 +202,70 @@ async fn one_keys_many_long_prompts_do_not_delay_anothers_short_chat() -> Result
     for asked in long {
         asked.await??;
     }
+    Ok(())
+}
+
+/// A cgroup that holds the demo model and some KV. The blocks of the pool become resident as they are used: all of them are, by
+/// prompts of random lengths that want more than there is.
+#[tokio::test(flavor = "multi_thread")]
+async fn at_the_limit_of_its_cgroup_requests_wait_and_the_kernel_kills_nobody() -> Result<()> {
+    const LIMIT: u64 = 192 << 20;
+    let cgroup = match MemoryCgroup::with_limit(LIMIT) {
+        Ok(cgroup) => cgroup,
+        Err(reason) => {
+            let reason = anyhow::anyhow!(reason);
+            skipped("at_the_limit_of_its_cgroup_requests_wait_and_the_kernel_kills_nobody", &reason);
+            return Ok(());
+        }
+    };
+    let flags = ["--swap-space", "24MiB", "--swap-policy", "always", "--swap-memory-floor", "8MiB"];
+    let options = DaemonOptions { cgroup: Some(cgroup.dir().to_owned()), ..DaemonOptions::default().flags(&flags) };
+    let mut daemon = TestDaemon::start(options).await?;
+    assert_eq!(daemon.metric("ernied_memory_limit_bytes").await?, LIMIT as f64, "the limit is seen");
+    let workers = daemon.worker_pids();
+    let over = Arc::new(AtomicBool::new(false));
+    let users: Vec<_> = (0..48u64)
+        .map(|user| {
+            let (client, over) = (daemon.client(), over.clone());
+            tokio::spawn(async move {
+                let mut ended = 0u64;
+                for turn in 0.. {
+                    if over.load(Ordering::Relaxed) {
+                        break;
+                    }
+                    let seed = user * 1_000_003 + turn * 7919;
+                    let ids: Vec<u64> = (0..40 + seed % 1500).map(|i| 3 + (seed + i * i) % 500).collect();
+                    let body =
+                        json!({"prompt": ids, "max_tokens": 1 + seed % 90, "ignore_eos": true, "temperature": 0});
+                    let answer = client.post("/v1/completions", &body).await?;
+                    ensure!(answer.status == 200, "{}: {}", answer.status, answer.text());
+                    ended += 1;
+                }
+                anyhow::Ok(ended)
+            })
+        })
+        .collect();
+    let (wanted, until) =
+        (kv(&daemon).await?["blocks_total"].as_f64().unwrap_or(0.0) * 16.0 * 1.5, Duration::from_secs(240));
+    let began = Instant::now();
+    while daemon.metric("vllm:prompt_tokens_total").await? < wanted {
+        ensure!(began.elapsed() < until, "not {wanted} tokens: {}", kv(&daemon).await?);
+        ensure!(daemon.worker_pids() == workers, "a worker was lost:\n{}", daemon.log_text());
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+    let kv = kv(&daemon).await?;
+    over.store(true, Ordering::Relaxed);
+    let mut ended = 0;
+    for user in users {
+        ended += user.await?.with_context(|| format!("daemon log:\n{}", daemon.log_text()))?;
+    }
+    let (total, free) = (kv["blocks_total"].as_u64().unwrap_or(0), kv["blocks_free"].as_u64().unwrap_or(u64::MAX));
+    println!("{ended} answers, {wanted} prompt tokens, {total} blocks; peak {} of {LIMIT} bytes", cgroup.peak_bytes()?);
+    assert!(free < total / 20, "{free} of {total} blocks were never used");
+    assert!(daemon.worker_pids() == workers && cgroup.oom_kills()? == 0);
+    assert!(cgroup.peak_bytes()? > LIMIT * 7 / 10, "{}", cgroup.peak_bytes()?);
+    daemon.signal(Signal::TERM)?;
+    daemon.wait().await?;
     Ok(())
 }
 
