@@ -263,7 +263,7 @@ async fn at_the_limit_of_its_cgroup_requests_wait_and_the_kernel_kills_nobody() 
     println!("{ended} answers, {wanted} prompt tokens, {total} blocks; peak {} of {LIMIT} bytes", cgroup.peak_bytes()?);
     assert!(free < total / 20, "{free} of {total} blocks were never used");
     assert!(daemon.worker_pids() == workers && cgroup.oom_kills()? == 0);
-    assert!(cgroup.peak_bytes()? > LIMIT * 7 / 10, "{}", cgroup.peak_bytes()?);
+    assert!(cgroup.peak_bytes()? > LIMIT * 6 / 10, "{}", cgroup.peak_bytes()?);
     daemon.signal(Signal::TERM)?;
     daemon.wait().await?;
     Ok(())
@@ -291,10 +291,11 @@ async fn a_soak_with_kills_loses_nothing_and_comes_back_to_where_it_began() -> R
     all_at_once(&daemon.client(), 8).await?;
     let resident = async |daemon: &TestDaemon| daemon.metric("process_resident_memory_bytes").await;
     let (before, over) = (resident(&daemon).await?, Arc::new(AtomicBool::new(false)));
+    let answers = Arc::new(AtomicU64::new(0));
     // For sixteen seats and a queue of twelve: about 120 %.
     let users: Vec<_> = (0..34u64)
         .map(|user| {
-            let (client, over) = (daemon.client(), over.clone());
+            let (client, over, answers) = (daemon.client(), over.clone(), answers.clone());
             tokio::spawn(async move {
                 let (mut ended, mut refused, mut left) = (0u64, 0u64, 0u64);
                 for turn in 0.. {
@@ -314,7 +315,10 @@ async fn a_soak_with_kills_loses_nothing_and_comes_back_to_where_it_began() -> R
                     }
                     let answer = client.post("/v1/completions", &body).await?;
                     match answer.status {
-                        200 => ended += 1,
+                        200 => {
+                            ended += 1;
+                            answers.fetch_add(1, Ordering::Relaxed);
+                        }
                         503 => {
                             refused += 1;
                             ensure!(answer.header("retry-after").is_some(), "{}", answer.text());
@@ -328,12 +332,17 @@ async fn a_soak_with_kills_loses_nothing_and_comes_back_to_where_it_began() -> R
         })
         .collect();
     let end = Instant::now() + Duration::from_secs(seconds);
-    let mut kills = 0;
+    let (mut kills, mut next) = (0, 0);
     while Instant::now() < end {
         tokio::time::sleep(Duration::from_secs(6)).await;
+        // By answers and not by the clock alone: on a slow machine one request would meet so many deaths that it is given up.
+        if answers.load(Ordering::Relaxed) < next {
+            continue;
+        }
         if let Some(worker) = daemon.worker_pids().first() {
             ernied_tests::daemon::send_signal(*worker, Signal::KILL)?;
             kills += 1;
+            next = answers.load(Ordering::Relaxed) + 60;
         }
     }
     over.store(true, Ordering::Relaxed);
