@@ -1,6 +1,6 @@
 //! What does a weight kind cost in quality? Perplexity of a text, per weight kind, in windows of `--context` tokens.
 //!
-//! `perplexity MODEL IDS [--kinds bf16,int8-ag,...] [--context 512] [--tokens N] [--threads N]`, kinds as
+//! `perplexity MODEL IDS [--kinds bf16,bf16-kv8,int8-ag,...] [--context 512] [--tokens N] [--threads N]`, kinds as
 //! `WeightPlan::parse` reads them. IDS is a file of token ids separated by
 //! white space (the engine knows no text). The first token of each window is context only. Prints perplexity and its ratio
 //! to the first kind of the list.

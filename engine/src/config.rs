@@ -58,6 +58,8 @@ pub struct SwapControl {
     pub policy: SwapPolicy,
     /// Whether a copy is cheaper than computing again; else nothing is copied in either direction.
     pub copies_pay: bool,
+    /// Whether that is so for copies that have to be read from the disk first; else they stay there.
+    pub disk_pays: bool,
     /// Share of the space that the copies of one preempted sequence may take; what is beyond is computed again.
     pub sequence_share: f32,
     /// Evicted prefixes are taken up to this share of the space; then they make room down to the lower one, so that a burst of
@@ -71,6 +73,7 @@ impl Default for SwapControl {
         Self {
             policy: SwapPolicy::Off,
             copies_pay: true,
+            disk_pays: true,
             sequence_share: 1.0,
             high_watermark: 0.95,
             low_watermark: 0.85,

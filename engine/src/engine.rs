@@ -6,7 +6,7 @@ mod step;
 mod validate;
 
 use crate::config::{EngineConfig, SwapControl};
-use crate::kv::disk_tier::DiskTier;
+use crate::kv::disk_tier::{DiskStats, DiskTier};
 use crate::kv::prefix_cache::ChainHash;
 use crate::kv::{BlockTable, KeySpace, KvBlocks};
 use crate::outputs::{EngineStats, KvReport, KvSequence, KvState};
@@ -213,8 +213,14 @@ impl<R: ModelRunner> Engine<R> {
             swap_blocks_used: swap.used(),
             swapped_out_blocks: moved.swapped_out,
             swapped_in_blocks: moved.swapped_in,
+            disk: self.disk_stats(),
             nan_sequences: self.counters.nan_sequences,
         }
+    }
+
+    /// The file below the swap space.
+    pub fn disk_stats(&self) -> DiskStats {
+        self.kv.swap().disk().map(DiskTier::stats).unwrap_or_default()
     }
 
     /// Who holds the KV blocks now.
@@ -230,10 +236,7 @@ impl<R: ModelRunner> Engine<R> {
             swap_blocks_total: swap.total(),
             swap_blocks_used: swap.used(),
             swap_blocks_preempted: swap.preempted(),
-            disk_blocks_total: swap.disk().map_or(0, DiskTier::total),
-            disk_blocks_used: swap.disk().map_or(0, DiskTier::used),
-            disk_blocks_restored: swap.disk().map_or(0, |disk| disk.history().0),
-            disk_blocks_corrupt: swap.disk().map_or(0, |disk| disk.history().1),
+            disk: self.disk_stats(),
             sequences: (self.sequences.iter())
                 .map(|sequence| KvSequence {
                     request: self.requests[sequence.request].id,

@@ -1,5 +1,6 @@
 //! What a step brings: the engine's side of `ernie_proto::worker::StepReport`, and its figures.
 
+use crate::kv::disk_tier::DiskStats;
 use crate::params::RequestId;
 
 /// Everything one step brought. Reused between steps: `Engine::step` empties it first and keeps the memory.
@@ -105,12 +106,8 @@ pub struct KvReport {
     pub swap_blocks_used: u32,
     /// Of these, copies of preempted sequences.
     pub swap_blocks_preempted: u32,
-    pub disk_blocks_total: u32,
-    pub disk_blocks_used: u32,
-    /// Found from an earlier life.
-    pub disk_blocks_restored: u32,
-    /// Did not read back as written, and were computed again.
-    pub disk_blocks_corrupt: u64,
+    /// The file below the swap space.
+    pub disk: DiskStats,
     /// All sequences that have not ended.
     pub sequences: Vec<KvSequence>,
 }
@@ -156,6 +153,8 @@ pub struct EngineStats {
     pub swap_blocks_used: u32,
     pub swapped_out_blocks: u64,
     pub swapped_in_blocks: u64,
+    /// The file below the swap space.
+    pub disk: DiskStats,
     /// Choices that ended because a logit was not finite.
     pub nan_sequences: u64,
 }

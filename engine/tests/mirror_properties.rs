@@ -24,6 +24,7 @@ use proptest::strategy::ValueTree;
 use std::collections::BTreeMap;
 use std::os::unix::fs::FileExt;
 use std::sync::Arc;
+use std::time::Duration;
 
 const VOCABULARY: u32 = 40;
 const BLOCK: u32 = 4;
@@ -135,7 +136,12 @@ fn run(world: &World) -> Result<EngineStats, TestCaseError> {
     let mut engine = Engine::new(world.config.clone(), MirrorRunner::with_faults(limits(world), world.faults));
     let folder = world.disk.map(|slots| {
         let folder = tempfile::tempdir().unwrap();
-        let config = DiskConfig { path: folder.path().join("kv"), bytes: u64::from(slots) * 4096, identity: 7 };
+        let config = DiskConfig {
+            path: folder.path().join("kv"),
+            bytes: u64::from(slots) * 4096,
+            identity: 7,
+            now: || Duration::ZERO,
+        };
         engine.attach_disk(DiskTier::open(&config, BLOCK as usize * 8, BLOCK).unwrap());
         folder
     });
@@ -317,10 +323,11 @@ fn config() -> impl Strategy<Value = EngineConfig> {
 
 fn control() -> impl Strategy<Value = SwapControl> {
     let policy = prop_oneof![Just(SwapPolicy::Off), Just(SwapPolicy::OnPressure), Just(SwapPolicy::Always)];
-    (policy, any::<bool>(), 0.0..1.0f32, 0.2..1.2f32, 0.0..1.0f32).prop_map(
-        |(policy, copies_pay, sequence_share, high_watermark, low_watermark)| SwapControl {
+    (policy, any::<bool>(), any::<bool>(), 0.0..1.0f32, 0.2..1.2f32, 0.0..1.0f32).prop_map(
+        |(policy, copies_pay, disk_pays, sequence_share, high_watermark, low_watermark)| SwapControl {
             policy,
             copies_pay,
+            disk_pays,
             sequence_share,
             high_watermark,
             low_watermark,

@@ -7,14 +7,16 @@
 //! does not depend on whether it was. A token's result depends on its q, the keys up to its position and the level, on
 //! nothing else: not on the batch, the chunking of its prefill, the block numbers or the threads.
 
+pub(crate) mod int8;
 pub(crate) mod kernels;
 pub(crate) mod vector;
 
 use crate::isa::Isa;
-use crate::kv::{BLOCK_TOKENS, KvCache, Lane};
+use crate::kv::{BLOCK_TOKENS, KvCache, KvKind, Lane};
 use crate::memory::AlignedBuf;
 pub use crate::rope::{RopeTable, rope_append, rope_append_with};
 use crate::threads::{Pool, SharedMut};
+use int8::Widen;
 use kernels::{AttentionKernels, Blocks, CHUNK, CHUNK_BLOCKS, NO_SCORE, SoftmaxRows, TILE_ROWS_MAX};
 
 /// Keys after which the running softmax starts anew; results of segments are merged in order.
@@ -49,7 +51,7 @@ pub struct AttentionScratch {
     pub(crate) tokens: usize,
     /// `[kv_head][token][group][head_dim]`, f32 or bf16 as the kernels take it.
     pub(crate) q: AlignedBuf<f32>,
-    /// Per thread: scores, P, two accumulators and row states.
+    /// Per thread: scores, P, two accumulators, row states and a chunk of widened K or V.
     work: AlignedBuf<f32>,
     partials: AlignedBuf<f32>,
     partial_rows: usize,
@@ -254,6 +256,7 @@ fn attention_on(
     let partials = SharedMut::new(&mut scratch.partials);
     let driver = Driver {
         kernels,
+        widen: (kv.kind() == KvKind::Int8).then(|| Widen::get(Isa::selected())),
         kv,
         layer,
         block_tables,
@@ -294,6 +297,8 @@ struct Work {
     p: *mut u8,
     correction: *mut f32,
     valid: *mut u32,
+    /// K or V of a chunk in bf16, where the cache has 8 bits.
+    widened: *mut u8,
     /// Segments merged so far, and the one being computed.
     merged: Sums,
     segment: Sums,
@@ -306,7 +311,7 @@ impl Work {
     }
 
     fn floats(rows: usize, head_dim: usize) -> usize {
-        rows * CHUNK * 2 + 2 * rows * head_dim + 6 * Self::padded(rows)
+        rows * CHUNK * 2 + 2 * rows * head_dim + 6 * Self::padded(rows) + CHUNK * head_dim / 2
     }
 
     /// # Safety
@@ -327,6 +332,7 @@ impl Work {
             segment: Sums { o: take(rows * head_dim), max: take(state), sum: take(state) },
             correction: take(state),
             valid: take(state).cast(),
+            widened: take(CHUNK * head_dim / 2).cast(),
         }
     }
 }
@@ -334,6 +340,8 @@ impl Work {
 /// What all tiles of one call share.
 struct Driver<'a> {
     kernels: &'static AttentionKernels,
+    /// For 8-bit blocks.
+    widen: Option<Widen>,
     kv: &'a KvCache,
     layer: usize,
     block_tables: &'a [u32],
@@ -433,10 +441,12 @@ impl Driver<'_> {
                     let seen = tile.position as usize + row / group + 1;
                     work.valid.add(row).write(seen.saturating_sub(start).min(CHUNK) as u32);
                 }
+                let keys = self.widen.map_or(keys, |widen| self.widened(widen.keys, &keys, work));
                 (self.kernels.scores)(rows, q, &keys, work.scores);
                 let (max, sum, correction, valid) = (sums.max, sums.sum, work.correction, work.valid);
                 let state = SoftmaxRows { max, sum, correction, valid };
                 (self.kernels.softmax)(rows, count, work.scores, work.p, &state);
+                let values = self.widen.map_or(values, |widen| self.widened(widen.values, &values, work));
                 (self.kernels.values)(rows, work.p, &values, correction, sums.o);
             }
         }
@@ -457,6 +467,22 @@ impl Driver<'_> {
             keys.ahead[i] = values.at[i];
         }
         (keys, values)
+    }
+
+    /// 8-bit blocks in bf16, in this thread's scratch, until the next call. What is to be fetched is fetched by this walk.
+    ///
+    /// # Safety
+    /// The blocks are in the cache; `work` is this thread's.
+    unsafe fn widened(&self, widen: int8::WidenFn, blocks: &Blocks, work: &Work) -> Blocks {
+        let mut wide = Blocks { ahead: [std::ptr::null(); CHUNK_BLOCKS], ..*blocks };
+        // SAFETY: the scratch has room for a chunk of bf16 blocks; the level is one this CPU has.
+        unsafe {
+            widen(blocks, work.widened);
+            for index in 0..blocks.count {
+                wide.at[index] = work.widened.add(index * BLOCK_TOKENS * self.head_dim * 2);
+            }
+        }
+        wide
     }
 
     /// Has K of the chunk at `start` fetched while V is multiplied.

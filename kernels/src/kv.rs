@@ -7,10 +7,12 @@
 //! |---|---|---|
 //! | `F32`  | `[head_dim][16 tokens]`        | `[16 tokens][head_dim]` |
 //! | `Bf16` | `[head_dim / 2][16 tokens][2]` | `[8 token pairs][head_dim][2]` |
+//! | `Int8` | as `Bf16`, a byte each, then 16 f32 scales, one per token | as `Bf16`, then 16 scales |
 //!
-//! Both are rows of 64-byte lines that a kernel multiplies with one broadcast 32-bit operand. Which block belongs to whom is
+//! Wide ones are rows of 64-byte lines that a kernel multiplies with one broadcast 32-bit operand. Which block belongs to whom is
 //! not known here: the engine's block pool decides that.
 
+use crate::attention::int8;
 use crate::memory::AlignedBuf;
 
 /// Tokens in one KV block.
@@ -21,20 +23,33 @@ pub const BLOCK_TOKENS: usize = 16;
 pub enum KvKind {
     F32,
     Bf16,
+    /// Codes with a scale per token and head; computed with as bf16.
+    Int8,
 }
 
 impl KvKind {
-    /// Bytes of one K or V element.
+    /// Bytes of one K or V element, without scales.
     pub fn element_bytes(self) -> usize {
         match self {
             KvKind::F32 => 4,
             KvKind::Bf16 => 2,
+            KvKind::Int8 => 1,
+        }
+    }
+
+    /// `f32`, `bf16`, `int8`.
+    pub fn name(self) -> &'static str {
+        match self {
+            KvKind::F32 => "f32",
+            KvKind::Bf16 => "bf16",
+            KvKind::Int8 => "int8",
         }
     }
 
     /// Bytes of the K (or V) of one block, layer and head.
     fn part_bytes(self, head_dim: usize) -> usize {
-        BLOCK_TOKENS * head_dim * self.element_bytes()
+        let scales = if self == KvKind::Int8 { int8::SCALE_BYTES } else { 0 };
+        BLOCK_TOKENS * head_dim * self.element_bytes() + scales
     }
 }
 
@@ -190,7 +205,7 @@ mod tests {
 
     #[test]
     fn a_copied_block_exports_the_same_bytes_and_leaves_the_others_alone() {
-        for kind in [KvKind::F32, KvKind::Bf16] {
+        for kind in [KvKind::F32, KvKind::Bf16, KvKind::Int8] {
             let mut kv = filled(kind);
             let before = filled(kind);
             kv.copy_block(1, 3);
@@ -209,5 +224,8 @@ mod tests {
         let kv = KvCache::new(KvKind::Bf16, 18, 2, 128, 7);
         assert_eq!(kv.bytes(), 7 * KvCache::bytes_per_block(KvKind::Bf16, 18, 2, 128));
         assert_eq!(KvCache::bytes_per_block(KvKind::Bf16, 18, 2, 128), 16 * 18 * 2 * 128 * 2 * 2);
+        let int8 = KvCache::new(KvKind::Int8, 18, 2, 128, 7);
+        assert_eq!(int8.bytes(), 7 * 18 * 2 * 2 * (16 * 128 + 16 * 4), "codes, and a scale per token");
+        assert!(int8.bytes() * 100 < kv.bytes() * 52, "8 bits take little more than half");
     }
 }

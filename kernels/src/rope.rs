@@ -4,6 +4,7 @@
 //! scratch in the form the attention kernels read. The arithmetic of a row depends on its position alone.
 
 use crate::attention::AttentionScratch;
+use crate::attention::int8;
 use crate::attention::kernels::AttentionKernels;
 use crate::isa::Isa;
 use crate::kv::{BLOCK_TOKENS, KvCache, KvKind, LaneMut};
@@ -220,7 +221,9 @@ impl AppendJob {
                 }
                 let v = &qkv[run.start * width + (self.heads + self.kv_heads + head) * head_dim..];
                 let offsets = slots[run.start] as usize % BLOCK_TOKENS;
-                if count == BLOCK_TOKENS && offsets == 0 && consecutive(&slots[run.clone()]) {
+                // A whole block is packed at once; codes are made token by token in any case.
+                let whole = count == BLOCK_TOKENS && offsets == 0 && consecutive(&slots[run.clone()]);
+                if whole && self.kind != KvKind::Int8 {
                     // SAFETY: a whole block; 16 rows of K lie in `rotated`, 16 rows of V in qkv `width` apart.
                     unsafe { (self.kernels.append_block)(head_dim, &rotated, v, width, lane.k, lane.v) };
                 } else {
@@ -269,6 +272,8 @@ fn consecutive(slots: &[u32]) -> bool {
 unsafe fn append_token(kind: KvKind, offset: usize, k: &[f32], v: &[f32], lane: LaneMut) {
     let head_dim = k.len();
     match kind {
+        // SAFETY: handed on.
+        KvKind::Int8 => unsafe { int8::append_token(offset, k, v, lane.k, lane.v) },
         KvKind::F32 => {
             let (to_k, to_v) = (lane.k.cast::<f32>(), lane.v.cast::<f32>());
             for d in 0..head_dim {

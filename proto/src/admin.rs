@@ -88,6 +88,9 @@ pub struct Model {
     pub max_model_len: u32,
     /// `bf16`, `f32`, `int8`, `int4`.
     pub weights: String,
+    /// K and V: `bf16`, `f32`, `int8`.
+    #[serde(default)]
+    pub kv: String,
     pub isa: String,
     pub threads: u32,
     pub load_seconds: f64,
@@ -174,12 +177,25 @@ pub struct KvWorker {
     /// Did not read back as written, and were computed again.
     #[serde(default)]
     pub disk_blocks_corrupt: u64,
+    /// Blocks read from and written to the swap file since the worker loaded, and those that the disk was too slow for.
+    #[serde(default)]
+    pub disk_reads: u64,
+    #[serde(default)]
+    pub disk_writes: u64,
+    #[serde(default)]
+    pub disk_writes_skipped: u64,
+    /// Whether blocks come back from the file now, or it is slower than computing them.
+    #[serde(default)]
+    pub disk_pays: bool,
     /// `off`, `on-pressure`, `always`.
     pub swap_policy: String,
     /// `swap`, `recompute`, `auto (swap)`, `auto (recompute)`.
     pub swap_restore: String,
     /// Out and back, as measured.
     pub copy_seconds_per_block: Option<f64>,
+    /// Read from the swap file.
+    #[serde(default)]
+    pub disk_seconds_per_block: Option<f64>,
     pub compute_seconds_per_block: Option<f64>,
     /// Those with the most blocks.
     pub sequences: Vec<KvSequence>,

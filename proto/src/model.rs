@@ -42,6 +42,9 @@ pub struct Memory {
     pub weights: Vec<(String, u64)>,
     pub block_tokens: u32,
     pub block_bytes: u64,
+    /// The same with `--kv-cache-dtype int8`.
+    #[serde(default)]
+    pub block_bytes_int8: u64,
     /// KV blocks asked about; by default those of one sequence of full length.
     pub blocks: u64,
     pub blocks_bytes: u64,

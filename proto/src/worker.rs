@@ -82,12 +82,23 @@ pub enum Quantization {
     Int4,
 }
 
+/// Number type of K and V.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum KvDtype {
+    /// As the weights compute: bfloat16, or float32 with float32 weights.
+    Auto,
+    Bfloat16,
+    /// Eight bits with a scale per token and head.
+    Int8,
+}
+
 /// Everything a worker needs to know, in one message.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Load {
     pub model_dir: PathBuf,
     pub dtype: Dtype,
     pub quantization: Quantization,
+    pub kv_dtype: KvDtype,
     /// Longest sequence, prompt and answer together, in tokens. `None`: the checkpoint's own limit.
     pub max_model_len: Option<u32>,
     /// Most sequences in one step.
@@ -130,6 +141,7 @@ impl Load {
             model_dir: model_dir.into(),
             dtype: Dtype::Auto,
             quantization: Quantization::None,
+            kv_dtype: KvDtype::Auto,
             max_model_len: None,
             max_num_seqs: 256,
             max_num_batched_tokens: 2048,
@@ -215,22 +227,38 @@ pub struct KvReport {
     pub swap_blocks_total: u32,
     pub swap_blocks_used: u32,
     pub swap_blocks_preempted: u32,
-    pub disk_blocks_total: u32,
-    pub disk_blocks_used: u32,
-    /// Found from an earlier worker of the same model.
-    pub disk_blocks_restored: u32,
-    /// Did not read back as written.
-    pub disk_blocks_corrupt: u64,
+    pub disk: DiskStats,
     pub swap: SwapSettings,
-    /// Seconds to copy a block out and back, and to compute its tokens again, as measured. `None`: not yet.
+    /// Seconds to copy a block out and back, to read it from the swap file, and to compute its tokens again, as measured.
+    /// `None`: not yet.
     pub copy_seconds: Option<f64>,
+    pub disk_seconds: Option<f64>,
     pub compute_seconds: Option<f64>,
     /// Whether copies are made and fetched now.
     pub copies_pay: bool,
+    /// Whether those in the swap file are.
+    pub disk_pays: bool,
     /// Those with the most blocks, at most [`KV_SEQUENCES_MAX`].
     pub sequences: Vec<KvSequence>,
     /// Owners with the most blocks, at most [`KV_SEQUENCES_MAX`].
     pub owners: Vec<KvOwner>,
+}
+
+/// What a worker's swap file holds and what was moved; counters are since the worker loaded.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
+pub struct DiskStats {
+    pub blocks_total: u32,
+    pub blocks_used: u32,
+    /// Found from an earlier worker of the same model.
+    pub blocks_restored: u32,
+    /// Did not read back as written.
+    pub blocks_corrupt: u64,
+    pub reads: u64,
+    pub read_seconds: f64,
+    pub writes: u64,
+    pub write_seconds: f64,
+    /// Blocks that the disk was too slow for.
+    pub writes_skipped: u64,
 }
 
 /// Rows of a [`KvReport`].
@@ -302,6 +330,8 @@ pub struct Loaded {
     pub max_model_len: u32,
     /// As it is in memory: `bf16`, `f32`, `int8`, `int4`.
     pub weights: String,
+    /// K and V: `bf16`, `f32`, `int8`.
+    pub kv: String,
     /// Instruction set in use: `avx512bf16`, `avx512`, `avx2`, `scalar`, ...
     pub isa: String,
     pub threads: u32,
@@ -516,6 +546,7 @@ pub struct StepStats {
     pub swap_blocks_used: u32,
     pub swapped_out_blocks: u64,
     pub swapped_in_blocks: u64,
+    pub disk: DiskStats,
     pub nan_sequences: u64,
     /// Per layer, tokens per expert since load; empty for dense layers and dense models. Sent about once a second.
     pub expert_tokens: Vec<Vec<u64>>,

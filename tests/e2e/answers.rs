@@ -57,6 +57,29 @@ async fn quantized_the_demo_model_still_knows_its_answers() -> Result<()> {
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn with_8_bit_kv_the_demo_model_still_knows_its_answers_in_half_the_memory() -> Result<()> {
+    let mut bytes = Vec::new();
+    for (kind, name) in [("auto", "bf16"), ("int8", "int8")] {
+        let flags = ["--kv-cache-dtype", kind, "--max-model-len", "1024", "--max-num-seqs", "16"];
+        let daemon = TestDaemon::start(DaemonOptions::default().flags(&flags)).await?;
+        let (code, out, err) = daemon.ctl(&["status", "--json"]).await?;
+        anyhow::ensure!(code == 0, "{err}");
+        let status: Value = serde_json::from_str(&out)?;
+        assert_eq!(status["model"]["kv"], name, "{status}");
+        bytes.push(
+            status["memory"]["kv_bytes"].as_f64().unwrap_or(0.0) / status["kv"]["blocks_total"].as_f64().unwrap_or(0.0),
+        );
+        let metrics = daemon.client().get("/metrics").await?.text();
+        assert!(metrics.contains(&format!("cache_dtype=\"{kind}\"")));
+        let (asked, wrong) = ask_everything(&daemon).await?;
+        println!("{kind}: {} of {asked} answers differ", wrong.len());
+        assert!(wrong.is_empty(), "{kind}: {} of {asked} wrong: {wrong:#?}", wrong.len());
+    }
+    assert!(bytes[1] > 0.0 && bytes[1] < 0.57 * bytes[0], "bytes per block: {bytes:?}");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_stream_in_chinese_has_whole_characters_and_the_same_text() -> Result<()> {
     let daemon = TestDaemon::demo().await?;
     let client = daemon.client();

@@ -1,7 +1,8 @@
 //! KV memory under pressure: tiny pools, swap policies, the swap file, fair shares; a soak with kills.
 
 use anyhow::{Context, Result, ensure};
-use ernied_tests::{Client, DaemonOptions, TestDaemon};
+use ernied_tests::prometheus::skipped;
+use ernied_tests::{Client, DaemonOptions, MemoryCgroup, TestDaemon};
 use rustix::process::Signal;
 use serde_json::{Value, json};
 use std::sync::Arc;
@@ -87,6 +88,16 @@ async fn no_token_depends_on_where_a_sequence_was_put_while_it_waited() -> Resul
         assert_eq!(swapped > 0.0, policy != "off", "{policy}: {swapped} blocks, {kv}");
         if policy == "disk" {
             assert!(kv["disk_blocks_used"].as_u64() > Some(0) && kv["disk_blocks_corrupt"] == 0, "{kv}");
+            let text = daemon.client().get("/metrics").await?.text();
+            for series in [
+                r#"ernied_swap_file_bytes{engine="0",state="used"}"#,
+                r#"ernied_swap_file_blocks_total{engine="0",operation="write"}"#,
+                r#"ernied_swap_file_seconds_total{engine="0",operation="write"}"#,
+            ] {
+                let value = text.lines().find_map(|l| l.strip_prefix(series)?.trim().parse::<f64>().ok());
+                assert!(value > Some(0.0), "{series}: {value:?}");
+            }
+            assert_eq!(daemon.metric("ernied_swap_file_checksum_errors_total").await?, 0.0);
         }
     }
     Ok(())
@@ -194,6 +205,70 @@ async fn one_keys_many_long_prompts_do_not_delay_anothers_short_chat() -> Result
     Ok(())
 }
 
+/// A cgroup that holds the demo model and some KV. The blocks of the pool become resident as they are used: all of them are, by
+/// prompts of random lengths that want more than there is.
+#[tokio::test(flavor = "multi_thread")]
+async fn at_the_limit_of_its_cgroup_requests_wait_and_the_kernel_kills_nobody() -> Result<()> {
+    const LIMIT: u64 = 192 << 20;
+    let cgroup = match MemoryCgroup::with_limit(LIMIT) {
+        Ok(cgroup) => cgroup,
+        Err(reason) => {
+            let reason = anyhow::anyhow!(reason);
+            skipped("at_the_limit_of_its_cgroup_requests_wait_and_the_kernel_kills_nobody", &reason);
+            return Ok(());
+        }
+    };
+    let flags = ["--swap-space", "24MiB", "--swap-policy", "always", "--swap-memory-floor", "8MiB"];
+    let options = DaemonOptions { cgroup: Some(cgroup.dir().to_owned()), ..DaemonOptions::default().flags(&flags) };
+    let mut daemon = TestDaemon::start(options).await?;
+    assert_eq!(daemon.metric("ernied_memory_limit_bytes").await?, LIMIT as f64, "the limit is seen");
+    let workers = daemon.worker_pids();
+    let over = Arc::new(AtomicBool::new(false));
+    let users: Vec<_> = (0..48u64)
+        .map(|user| {
+            let (client, over) = (daemon.client(), over.clone());
+            tokio::spawn(async move {
+                let mut ended = 0u64;
+                for turn in 0.. {
+                    if over.load(Ordering::Relaxed) {
+                        break;
+                    }
+                    let seed = user * 1_000_003 + turn * 7919;
+                    let ids: Vec<u64> = (0..40 + seed % 1500).map(|i| 3 + (seed + i * i) % 500).collect();
+                    let body =
+                        json!({"prompt": ids, "max_tokens": 1 + seed % 90, "ignore_eos": true, "temperature": 0});
+                    let answer = client.post("/v1/completions", &body).await?;
+                    ensure!(answer.status == 200, "{}: {}", answer.status, answer.text());
+                    ended += 1;
+                }
+                anyhow::Ok(ended)
+            })
+        })
+        .collect();
+    let (wanted, until) =
+        (kv(&daemon).await?["blocks_total"].as_f64().unwrap_or(0.0) * 16.0 * 1.5, Duration::from_secs(240));
+    let began = Instant::now();
+    while daemon.metric("vllm:prompt_tokens_total").await? < wanted {
+        ensure!(began.elapsed() < until, "not {wanted} tokens: {}", kv(&daemon).await?);
+        ensure!(daemon.worker_pids() == workers, "a worker was lost:\n{}", daemon.log_text());
+        tokio::time::sleep(Duration::from_millis(200)).await;
+    }
+    let kv = kv(&daemon).await?;
+    over.store(true, Ordering::Relaxed);
+    let mut ended = 0;
+    for user in users {
+        ended += user.await?.with_context(|| format!("daemon log:\n{}", daemon.log_text()))?;
+    }
+    let (total, free) = (kv["blocks_total"].as_u64().unwrap_or(0), kv["blocks_free"].as_u64().unwrap_or(u64::MAX));
+    println!("{ended} answers, {wanted} prompt tokens, {total} blocks; peak {} of {LIMIT} bytes", cgroup.peak_bytes()?);
+    assert!(free < total / 20, "{free} of {total} blocks were never used");
+    assert!(daemon.worker_pids() == workers && cgroup.oom_kills()? == 0);
+    assert!(cgroup.peak_bytes()? > LIMIT * 6 / 10, "{}", cgroup.peak_bytes()?);
+    daemon.signal(Signal::TERM)?;
+    daemon.wait().await?;
+    Ok(())
+}
+
 /// Random lengths over a tight pool, clients that hang up, workers that die. `ERNIED_TEST_SOAK_SECONDS` makes it longer.
 #[tokio::test(flavor = "multi_thread")]
 async fn a_soak_with_kills_loses_nothing_and_comes_back_to_where_it_began() -> Result<()> {
@@ -216,10 +291,11 @@ async fn a_soak_with_kills_loses_nothing_and_comes_back_to_where_it_began() -> R
     all_at_once(&daemon.client(), 8).await?;
     let resident = async |daemon: &TestDaemon| daemon.metric("process_resident_memory_bytes").await;
     let (before, over) = (resident(&daemon).await?, Arc::new(AtomicBool::new(false)));
+    let answers = Arc::new(AtomicU64::new(0));
     // For sixteen seats and a queue of twelve: about 120 %.
     let users: Vec<_> = (0..34u64)
         .map(|user| {
-            let (client, over) = (daemon.client(), over.clone());
+            let (client, over, answers) = (daemon.client(), over.clone(), answers.clone());
             tokio::spawn(async move {
                 let (mut ended, mut refused, mut left) = (0u64, 0u64, 0u64);
                 for turn in 0.. {
@@ -239,7 +315,10 @@ async fn a_soak_with_kills_loses_nothing_and_comes_back_to_where_it_began() -> R
                     }
                     let answer = client.post("/v1/completions", &body).await?;
                     match answer.status {
-                        200 => ended += 1,
+                        200 => {
+                            ended += 1;
+                            answers.fetch_add(1, Ordering::Relaxed);
+                        }
                         503 => {
                             refused += 1;
                             ensure!(answer.header("retry-after").is_some(), "{}", answer.text());
@@ -253,12 +332,17 @@ async fn a_soak_with_kills_loses_nothing_and_comes_back_to_where_it_began() -> R
         })
         .collect();
     let end = Instant::now() + Duration::from_secs(seconds);
-    let mut kills = 0;
+    let (mut kills, mut next) = (0, 0);
     while Instant::now() < end {
         tokio::time::sleep(Duration::from_secs(6)).await;
+        // By answers and not by the clock alone: on a slow machine one request would meet so many deaths that it is given up.
+        if answers.load(Ordering::Relaxed) < next {
+            continue;
+        }
         if let Some(worker) = daemon.worker_pids().first() {
             ernied_tests::daemon::send_signal(*worker, Signal::KILL)?;
             kills += 1;
+            next = answers.load(Ordering::Relaxed) + 60;
         }
     }
     over.store(true, Ordering::Relaxed);

@@ -23,6 +23,8 @@ pub struct DaemonOptions {
     pub flags: Vec<String>,
     pub model: Option<PathBuf>,
     pub environment: Vec<(String, String)>,
+    /// Folder of a cgroup to start in.
+    pub cgroup: Option<PathBuf>,
 }
 
 impl DaemonOptions {
@@ -158,7 +160,15 @@ impl TestDaemon {
 }
 
 fn launch(options: &DaemonOptions, state: &Path, socket: &Path) -> Result<(Child, watch::Receiver<Vec<String>>)> {
-    let mut command = Command::new(binary("ernied")?);
+    let mut command = match &options.cgroup {
+        // The shell moves itself and becomes the daemon: nothing of it runs outside.
+        Some(cgroup) => {
+            let mut shell = Command::new("sh");
+            shell.args(["-c", "echo $$ > \"$0/cgroup.procs\" && exec \"$@\""]).arg(cgroup).arg(binary("ernied")?);
+            shell
+        }
+        None => Command::new(binary("ernied")?),
+    };
     command.arg("serve");
     match &options.model {
         Some(model) => command.arg(model),

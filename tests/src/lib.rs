@@ -3,6 +3,7 @@
 //! Tests start `ernied` as an operator would, over real sockets, and break it from outside (signals, files), never
 //! through hooks inside.
 
+pub mod cgroup;
 pub mod client;
 pub mod daemon;
 pub mod demo;
@@ -10,6 +11,7 @@ pub mod models;
 pub mod prometheus;
 pub mod storm;
 
+pub use cgroup::MemoryCgroup;
 pub use client::{Client, Response, SseReader};
 pub use daemon::{DaemonOptions, TestDaemon, binary, ctl};
 pub use demo::{Question, questions};

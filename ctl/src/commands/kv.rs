@@ -66,6 +66,16 @@ fn one(w: &KvWorker, block_size: u32, top: usize) -> String {
         cost(w.copy_seconds_per_block),
         cost(w.compute_seconds_per_block)
     ));
+    if w.disk_blocks_total > 0 {
+        out.push_str(&format!(
+            "swap file: {} blocks written, {} left out (disk busy), {} read; a block: read {}{}\n",
+            w.disk_writes,
+            w.disk_writes_skipped,
+            w.disk_reads,
+            cost(w.disk_seconds_per_block),
+            if w.disk_pays { "" } else { "; slower than computing, so it is not read now" }
+        ));
+    }
     if w.disk_blocks_corrupt > 0 {
         out.push_str(&format!("{} blocks did not read back from disk as written\n", w.disk_blocks_corrupt));
     }

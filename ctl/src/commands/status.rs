@@ -63,7 +63,13 @@ fn people(s: &Status) -> String {
         line("", format!("{}, {} layers, {kind}", m.architecture, m.layers));
         line(
             "",
-            format!("weights {}, up to {} tokens, loaded in {}", m.weights, m.max_model_len, seconds(m.load_seconds)),
+            format!(
+                "weights {}, KV {}, up to {} tokens, loaded in {}",
+                m.weights,
+                m.kv,
+                m.max_model_len,
+                seconds(m.load_seconds)
+            ),
         );
         line("revision", m.revision.clone());
         line("folder", m.dir.display().to_string());

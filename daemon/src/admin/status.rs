@@ -196,6 +196,7 @@ fn model(fleet: &FleetStatus, configured: &Path) -> Option<admin::Model> {
         parameters_active: l.parameters_active,
         max_model_len: l.max_model_len,
         weights: l.weights.clone(),
+        kv: l.kv.clone(),
         isa: l.isa.clone(),
         threads: l.threads,
         load_seconds: l.load_seconds.iter().map(|(_, s)| s).sum(),

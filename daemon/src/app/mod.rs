@@ -273,6 +273,7 @@ fn deployment(config: &Config, first: &first::First) -> DeploymentSpec {
         model_dir: verified.dir().to_owned(),
         dtype: config.model.dtype,
         quantization: config.model.quantization,
+        kv_dtype: config.engine.kv_dtype,
         max_model_len: config.model.max_model_len,
         max_num_seqs: config.engine.max_num_seqs,
         max_num_batched_tokens: config.engine.max_num_batched_tokens,
@@ -301,10 +302,20 @@ fn deployment(config: &Config, first: &first::First) -> DeploymentSpec {
     }
 }
 
-/// What one worker may use: the configured share of the limit, split evenly.
+/// What the daemon takes for itself under load, and a worker beside weights, workspace and KV: stacks, vocabulary, buffers.
+const DAEMON_BYTES: u64 = 64 << 20;
+const WORKER_BYTES: u64 = 32 << 20;
+
+/// What one worker may use for weights, workspace and KV: the configured share of the limit, split evenly. Where the rest is
+/// too little for everything else, in a small cgroup, that comes first.
 fn memory_bytes(config: &Config) -> u64 {
-    let limit = memory::limit_bytes().unwrap_or(0) as f64;
-    (limit * f64::from(config.engine.memory_fraction)) as u64 / u64::from(config.workers.count.max(1))
+    let workers = u64::from(config.workers.count.max(1));
+    worker_share(memory::limit_bytes().unwrap_or(0), config.engine.memory_fraction, workers)
+}
+
+fn worker_share(limit: u64, fraction: f32, workers: u64) -> u64 {
+    let share = (limit as f64 * f64::from(fraction)) as u64;
+    share.min(limit.saturating_sub(DAEMON_BYTES + workers * WORKER_BYTES)) / workers
 }
 
 fn supervisor_settings(config: &Config) -> SupervisorSettings {
@@ -341,7 +352,7 @@ fn supervisor_settings(config: &Config) -> SupervisorSettings {
             requests_min: u64::from(r.rules.requests_min),
         },
         probe_slowdown_max: r.rules.probe_slowdown_max,
-        memory_limit: memory::limit_bytes().map(|b| (b as f64 * f64::from(config.engine.memory_fraction)) as u64),
+        memory_limit: memory::limit_bytes().map(|_| memory_bytes(config) * u64::from(w.count.max(1))),
         ..SupervisorSettings::default()
     }
 }
@@ -362,6 +373,7 @@ fn metrics_setup(config: &Config, model_dir: &Path) -> MetricsSetup {
         cache: CacheSettings {
             enable_prefix_caching: config.engine.enable_prefix_caching,
             gpu_memory_utilization: config.engine.memory_fraction.to_string(),
+            cache_dtype: kv_dtype_word(config.engine.kv_dtype).to_owned(),
             swap_space: (config.engine.swap_space_bytes as f64 / f64::from(1 << 30)).to_string(),
         },
         legacy_names: config.metrics.legacy_names,
@@ -376,6 +388,27 @@ fn dtype_word(dtype: ernie_proto::worker::Dtype) -> &'static str {
     }
 }
 
+fn kv_dtype_word(dtype: ernie_proto::worker::KvDtype) -> &'static str {
+    match dtype {
+        ernie_proto::worker::KvDtype::Auto => "auto",
+        ernie_proto::worker::KvDtype::Bfloat16 => "bfloat16",
+        ernie_proto::worker::KvDtype::Int8 => "int8",
+    }
+}
+
 fn url(address: SocketAddr) -> String {
     format!("http://{address}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::worker_share;
+
+    #[test]
+    fn in_a_small_cgroup_the_daemon_comes_before_kv() {
+        assert_eq!(worker_share(10 << 30, 0.5, 2), (10 << 30) / 4);
+        assert_eq!(worker_share(256 << 20, 0.9, 1), (256 - 64 - 32) << 20);
+        assert_eq!(worker_share(256 << 20, 0.9, 2), (256 - 64 - 2 * 32) << 19);
+        assert_eq!(worker_share(64 << 20, 0.9, 1), 0, "then the load is refused with figures");
+    }
 }

@@ -16,7 +16,7 @@ pub mod show;
 pub use layers::Sources;
 pub use resolve::{Environment, resolve};
 
-use ernie_proto::worker::{Dtype, Quantization, SwapPolicy, SwapRestore};
+use ernie_proto::worker::{Dtype, KvDtype, Quantization, SwapPolicy, SwapRestore};
 use std::fmt;
 use std::net::IpAddr;
 use std::path::PathBuf;
@@ -112,6 +112,7 @@ pub struct EngineConfig {
     pub max_prefill_chunk: Option<u32>,
     pub memory_fraction: f32,
     pub kv_cache_bytes: Option<u64>,
+    pub kv_dtype: KvDtype,
     pub swap_space_bytes: u64,
     pub enable_prefix_caching: bool,
     /// 0: one per core.

@@ -7,7 +7,7 @@ use super::{
     LoggingConfig, MetricsConfig, ModelConfig, ModelSource, PathsConfig, RolloutConfig, RolloutRules, Secret,
     ServerConfig, SwapChoice, SwapConfig, TracesConfig, WorkersConfig, parse,
 };
-use ernie_proto::worker::{Dtype, Quantization, SwapPolicy, SwapRestore};
+use ernie_proto::worker::{Dtype, KvDtype, Quantization, SwapPolicy, SwapRestore};
 use std::net::IpAddr;
 use std::path::PathBuf;
 use std::time::Duration;
@@ -221,6 +221,13 @@ impl Resolver<'_> {
                 .optional("engine.max_prefill_chunk", |t| parse::integer(t, 1, 1 << 20).map(|n| n as u32)),
             memory_fraction: self.value("engine.memory_utilization", 0.9, parse::fraction),
             kv_cache_bytes: self.optional("engine.kv_cache", |t| parse::size(t, 1)),
+            kv_dtype: self.value("engine.kv_cache_dtype", KvDtype::Auto, |t| match t {
+                "auto" => Ok(KvDtype::Auto),
+                "bfloat16" | "bf16" => Ok(KvDtype::Bfloat16),
+                "int8" => Ok(KvDtype::Int8),
+                _ if t.starts_with("fp8") => Err(format!("{t} is not computed with here; int8 takes the same memory")),
+                _ => Err("expected auto, bfloat16 or int8".to_owned()),
+            }),
             swap_space_bytes: self.value("engine.swap_space", 0, |t| parse::size(t, 1 << 30)),
             enable_prefix_caching: self.bool("engine.prefix_caching"),
             threads: self.u32("engine.threads", 0, 1024),

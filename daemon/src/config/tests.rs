@@ -87,6 +87,21 @@ fn every_error_is_reported_at_once_with_key_origin_value_and_remedy() {
 }
 
 #[test]
+fn kv_is_kept_in_the_types_there_are_and_others_are_refused_with_the_one_to_use() {
+    let with = |word: &str| {
+        let flags = flags(&[("engine.kv_cache_dtype", word), ("model.demo", "true")]);
+        resolved(&Layers { flags, ..Layers::default() }).map(|config| config.engine.kv_dtype)
+    };
+    for (word, dtype) in [("auto", KvDtype::Auto), ("bfloat16", KvDtype::Bfloat16), ("int8", KvDtype::Int8)] {
+        assert_eq!(with(word).expect("good"), dtype);
+    }
+    for (word, remedy) in [("fp8", "int8 takes"), ("fp8_e5m2", "int8 takes"), ("int4", "auto, bfloat16 or int8")] {
+        let error = with(word).expect_err("bad").to_string();
+        assert!(error.contains("engine.kv_cache_dtype") && error.contains(word) && error.contains(remedy), "{error}");
+    }
+}
+
+#[test]
 fn a_file_with_several_faults_names_each_with_its_line() {
     let text = "[server]\nprot = 8000\n[enigne]\nx = 1\n[logging]\nlevel = { a = 1 }\nformat = \"json\"\n";
     let errors = parsed(text).expect_err("bad");

@@ -78,9 +78,10 @@ fn people(found: &Inspection) -> String {
         line(
             "KV cache",
             format!(
-                "{} a block of {} tokens; {} blocks: {}",
+                "{} a block of {} tokens (int8: {}); {} blocks: {}",
                 bytes(s.memory.block_bytes),
                 s.memory.block_tokens,
+                bytes(s.memory.block_bytes_int8),
                 s.memory.blocks,
                 bytes(s.memory.blocks_bytes)
             ),

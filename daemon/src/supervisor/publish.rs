@@ -214,6 +214,12 @@ pub(super) fn add_counters(to: &mut StepStats, of: &StepStats) {
     to.swapped_out_blocks += of.swapped_out_blocks;
     to.swapped_in_blocks += of.swapped_in_blocks;
     to.nan_sequences += of.nan_sequences;
+    to.disk.blocks_corrupt += of.disk.blocks_corrupt;
+    to.disk.reads += of.disk.reads;
+    to.disk.read_seconds += of.disk.read_seconds;
+    to.disk.writes += of.disk.writes;
+    to.disk.write_seconds += of.disk.write_seconds;
+    to.disk.writes_skipped += of.disk.writes_skipped;
     for (layer, tokens) in of.expert_tokens.iter().enumerate() {
         if to.expert_tokens.len() <= layer {
             to.expert_tokens.push(vec![0; tokens.len()]);

@@ -432,6 +432,7 @@ fn loaded(load: &Load) -> Loaded {
         vocab_size: 50_000,
         max_model_len: load.max_model_len.unwrap_or(4096),
         weights: "none".to_string(),
+        kv: "none".to_string(),
         isa: "none".to_string(),
         threads: 1,
         block_size: 16,

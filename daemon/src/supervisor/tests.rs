@@ -673,6 +673,7 @@ fn loaded() -> Loaded {
         vocab_size: 0,
         max_model_len: 0,
         weights: String::new(),
+        kv: String::new(),
         isa: String::new(),
         threads: 0,
         block_size: 0,

@@ -45,31 +45,91 @@ pub fn limit_bytes() -> Option<u64> {
     }
 }
 
-/// Memory that can be had without swapping, as the kernel estimates it.
+/// Memory that can be had without swapping: as the kernel estimates it for the machine, or what the cgroups leave, if that is
+/// less.
 pub fn available_bytes() -> Option<u64> {
-    procfs::Meminfo::current().ok().and_then(|m| m.mem_available)
+    let machine = procfs::Meminfo::current().ok().and_then(|m| m.mem_available);
+    let cgroup = std::fs::read_to_string("/proc/self/cgroup").ok();
+    let cgroup = cgroup.and_then(|own| smallest(Path::new("/sys/fs/cgroup"), &own, Version::left));
+    machine.into_iter().chain(cgroup).min()
 }
 
-/// The smallest `memory.max` from this process's cgroup up to the root.
-fn cgroup_limit(root: &Path) -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/self/cgroup").ok()?;
-    let own = text.lines().find_map(|l| l.strip_prefix("0::"))?;
-    let mut smallest = None;
-    let mut dir = root.join(own.trim_start_matches('/'));
-    loop {
-        let limit = std::fs::read_to_string(dir.join("memory.max")).ok().and_then(|t| t.trim().parse::<u64>().ok());
-        smallest = match (smallest, limit) {
-            (Some(a), Some(b)) => Some(std::cmp::min::<u64>(a, b)),
-            (a, b) => a.or(b),
-        };
-        if dir == root || !dir.pop() {
-            return smallest;
-        }
+/// The smallest limit of this process's cgroups, those above included.
+fn cgroup_limit(mount: &Path) -> Option<u64> {
+    smallest(mount, &std::fs::read_to_string("/proc/self/cgroup").ok()?, Version::limit)
+}
+
+/// How a version of cgroups names its files.
+struct Version {
+    limit: &'static str,
+    used: &'static str,
+    /// In `memory.stat`: file pages that the kernel takes back first.
+    inactive_file: &'static str,
+}
+
+const V1: Version =
+    Version { limit: "memory.limit_in_bytes", used: "memory.usage_in_bytes", inactive_file: "total_inactive_file " };
+const V2: Version = Version { limit: "memory.max", used: "memory.current", inactive_file: "inactive_file " };
+
+impl Version {
+    fn limit(&self, dir: &Path) -> Option<u64> {
+        std::fs::read_to_string(dir.join(self.limit)).ok()?.trim().parse().ok()
     }
+
+    /// What is left below the limit.
+    fn left(&self, dir: &Path) -> Option<u64> {
+        let used: u64 = std::fs::read_to_string(dir.join(self.used)).ok()?.trim().parse().ok()?;
+        let stat = std::fs::read_to_string(dir.join("memory.stat")).unwrap_or_default();
+        let inactive = stat.lines().find_map(|l| l.strip_prefix(self.inactive_file)?.trim().parse::<u64>().ok());
+        Some(self.limit(dir)?.saturating_sub(used.saturating_sub(inactive.unwrap_or(0))))
+    }
+}
+
+/// The smallest of what `read` finds from this process's cgroups up to the root. `own`: `/proc/self/cgroup`. Version 2 has one
+/// hierarchy, version 1 one of its own for memory; a machine may have both.
+fn smallest(mount: &Path, own: &str, read: fn(&Version, &Path) -> Option<u64>) -> Option<u64> {
+    let found = own.lines().filter_map(|line| {
+        let (_, rest) = line.split_once(':')?;
+        let (controllers, path) = rest.split_once(':')?;
+        let (root, version) = match controllers {
+            "" => (mount.to_owned(), V2),
+            _ if controllers.split(',').any(|c| c == "memory") => (mount.join("memory"), V1),
+            _ => return None,
+        };
+        // In a container the path may be one of the host: what is not there is passed by.
+        let dir = root.join(path.trim_start_matches('/'));
+        dir.ancestors().take_while(|dir| dir.starts_with(&root)).filter_map(|dir| read(&version, dir)).min()
+    });
+    found.min()
 }
 
 #[cfg(test)]
 mod tests {
+    #[test]
+    fn the_smallest_limit_on_the_way_up_counts_in_both_versions() {
+        let mount = tempfile::tempdir().expect("a folder");
+        let limit = |path: &str, value: &str| {
+            let file = mount.path().join(path);
+            std::fs::create_dir_all(file.parent().expect("in the mount")).expect("made");
+            std::fs::write(file, format!("{value}\n")).expect("written");
+        };
+        let smallest = |own: &str| super::smallest(mount.path(), own, super::Version::limit);
+        assert_eq!(smallest("0::/a/b\n"), None);
+        limit("a/memory.max", "500");
+        limit("a/b/memory.max", "max");
+        assert_eq!(smallest("0::/a/b\n"), Some(500));
+        assert_eq!(smallest("0::/else\n"), None);
+        limit("memory/memory.limit_in_bytes", "9223372036854771712");
+        limit("memory/c/memory.limit_in_bytes", "400");
+        limit("memory/c/d/memory.limit_in_bytes", "450");
+        let both = "9:name=systemd:/\n5:cpu,cpuacct:/c\n4:memory:/c/d\n0::/a/b\n";
+        assert_eq!(smallest(both), Some(400));
+        assert_eq!(smallest("4:memory:/on/the/host\n"), Some(9_223_372_036_854_771_712), "the container's own root");
+        limit("memory/c/d/memory.usage_in_bytes", "300");
+        limit("memory/c/d/memory.stat", "inactive_file 1\ntotal_inactive_file 120");
+        assert_eq!(super::smallest(mount.path(), both, super::Version::left), Some(450 - 300 + 120));
+    }
+
     #[test]
     fn this_process_has_memory_and_threads() {
         let me = super::process(std::process::id()).expect("alive");

@@ -55,7 +55,7 @@ fn memory(config: &ModelConfig, blocks: u64) -> Memory {
     let head = if config.tie_word_embeddings { table } else { 0 };
     let quantised = |bits: u64| (all - table) * bits / 8 + table * 2 + head;
     let block_bytes =
-        KvCache::bytes_per_block(KvKind::Bf16, config.num_layers, config.num_kv_heads, config.head_dim) as u64;
+        |kind| KvCache::bytes_per_block(kind, config.num_layers, config.num_kv_heads, config.head_dim) as u64;
     let blocks = match blocks {
         0 => (config.max_position_embeddings as u64).div_ceil(u64::from(BLOCK_SIZE)),
         given => given,
@@ -67,9 +67,10 @@ fn memory(config: &ModelConfig, blocks: u64) -> Memory {
             ("int4".to_owned(), quantised(4)),
         ],
         block_tokens: BLOCK_SIZE,
-        block_bytes,
+        block_bytes: block_bytes(KvKind::Bf16),
+        block_bytes_int8: block_bytes(KvKind::Int8),
         blocks,
-        blocks_bytes: block_bytes.saturating_mul(blocks),
+        blocks_bytes: block_bytes(KvKind::Bf16).saturating_mul(blocks),
     }
 }
 

@@ -13,8 +13,9 @@ use ernie_engine::runner::cpu::{CpuRunner, LoadPhase as EnginePhase, LoadProgres
 use ernie_engine::runner::options::{Dtype as EngineDtype, LoadOptions, Quantization as EngineQuantization};
 use ernie_engine::runner::{ModelRunner, Row, RunnerError, RunnerLimits, StepBatch};
 use ernie_engine::{Engine, EngineConfig, StepOutputs, SwapConfig};
+use ernie_kernels::KvKind;
 use ernie_proto::worker::{
-    Dtype, FromWorker, Load, LoadPhase, LoadProgress, Loaded, Quantization, StepReport, Submit, ToWorker,
+    Dtype, FromWorker, KvDtype, Load, LoadPhase, LoadProgress, Loaded, Quantization, StepReport, Submit, ToWorker,
 };
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -311,6 +312,11 @@ fn options(load: &Load) -> LoadOptions {
             Quantization::Int8 => EngineQuantization::Int8,
             Quantization::Int4 => EngineQuantization::Int4,
         },
+        kv: match load.kv_dtype {
+            KvDtype::Auto => None,
+            KvDtype::Bfloat16 => Some(KvKind::Bf16),
+            KvDtype::Int8 => Some(KvKind::Int8),
+        },
         max_model_len: load.max_model_len,
         max_num_seqs: load.max_num_seqs,
         max_num_batched_tokens: load.max_num_batched_tokens,
@@ -338,6 +344,7 @@ fn loaded(runner: &CpuRunner, load_seconds: Vec<(LoadPhase, f64)>) -> Loaded {
         vocab_size: limits.vocab_size,
         max_model_len: limits.max_model_len,
         weights: report.weights.to_string(),
+        kv: report.kv.to_string(),
         isa: report.isa.to_string(),
         threads: narrow(report.threads),
         block_size: limits.block_size,

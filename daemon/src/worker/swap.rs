@@ -1,7 +1,8 @@
 //! Whether swap copies pay, by what this worker measures: the engine knows no clock, so it is told.
 //!
-//! A block that goes out and comes back is copied twice; a block that is computed again takes its tokens' share of a prompt
-//! step. Both are means over the latest ones, and the answer changes only when it is clear. It never changes a token.
+//! A block that goes out and comes back is copied twice; one that comes back from the swap file is read and copied once; a block
+//! that is computed again takes its tokens' share of a prompt step. All are means over the latest ones, and the answer changes
+//! only when it is clear. It never changes a token.
 
 use super::serve::Beating;
 use super::wire;
@@ -13,7 +14,8 @@ use ernie_proto::worker::{Hello, KvReport, Load, SwapDisk, SwapPolicy, SwapResto
 use sha2::{Digest, Sha256};
 use std::cell::Cell;
 use std::fs::{File, TryLockError};
-use std::time::Duration;
+use std::sync::LazyLock;
+use std::time::{Duration, Instant};
 
 /// Share of a new measurement in the mean.
 const NEWEST: f64 = 0.05;
@@ -24,6 +26,12 @@ const PROMPT_TOKENS_MIN: usize = 16;
 /// A change of mind needs a difference of this factor.
 const CLEAR: f64 = 1.25;
 
+/// Reads of the swap file before they are judged: the first ones may find a cold disk.
+const READS_MIN: u64 = 8;
+
+/// Prompt steps after which a file that was too slow is tried again.
+const PROMPTS_UNTIL_RETRY: u32 = 256;
+
 /// What copies and prompts cost here.
 #[derive(Debug)]
 pub(super) struct Costs {
@@ -32,11 +40,24 @@ pub(super) struct Costs {
     copy: Cell<Option<f64>>,
     /// Seconds per prompt token.
     token: Option<f64>,
+    disk: Reads,
+}
+
+/// What reading a block from the swap file costs.
+#[derive(Debug, Default)]
+struct Reads {
+    /// Figures of the file when it was last looked at.
+    seen: (u64, Duration),
+    /// Seconds per block, over how many.
+    mean: Option<f64>,
+    judged: u64,
+    /// Prompt steps since reading was found too slow.
+    prompts_without: u32,
 }
 
 impl Costs {
     pub(super) fn new(settings: SwapSettings) -> Self {
-        Self { settings, copy: Cell::new(None), token: None }
+        Self { settings, copy: Cell::new(None), token: None, disk: Reads::default() }
     }
 
     pub(super) fn copied(&self, took: Duration) {
@@ -46,7 +67,39 @@ impl Costs {
     pub(super) fn computed(&mut self, tokens: usize, sequences: usize, took: Duration) {
         if tokens >= PROMPT_TOKENS_MIN * sequences.max(1) {
             self.token = Some(mean(self.token, took.as_secs_f64() / tokens as f64));
+            self.disk.prompts_without += 1;
         }
+    }
+
+    /// The swap file's counters, now.
+    fn read(&mut self, reads: u64, time: Duration) {
+        let (more, took) = (reads.saturating_sub(self.disk.seen.0), time.saturating_sub(self.disk.seen.1));
+        if more > 0 {
+            self.disk.seen = (reads, time);
+            self.disk.mean = Some(mean(self.disk.mean, took.as_secs_f64() / more as f64));
+            self.disk.judged += more;
+        }
+    }
+
+    /// Whether a block in the swap file comes back sooner than it is computed.
+    fn disk_pays(&mut self, block_size: u32, now: bool) -> bool {
+        if !now && self.disk.prompts_without >= PROMPTS_UNTIL_RETRY {
+            (self.disk.mean, self.disk.judged) = (None, 0);
+        }
+        let (copy, compute) = self.per_block(block_size);
+        let pays = match (self.settings.restore, self.disk.mean, compute) {
+            (SwapRestore::Swap, ..) => true,
+            (SwapRestore::Recompute, ..) => false,
+            (SwapRestore::Auto, Some(read), Some(compute)) if self.disk.judged >= READS_MIN => {
+                let back = read + copy.unwrap_or(0.0) / 2.0;
+                if now { back < compute * CLEAR } else { back * CLEAR < compute }
+            }
+            (SwapRestore::Auto, ..) => true,
+        };
+        if pays {
+            self.disk.prompts_without = 0;
+        }
+        pays
     }
 
     /// Out and back, and computed again, per block.
@@ -79,6 +132,7 @@ pub(super) fn control(settings: &SwapSettings, copies_pay: bool) -> SwapControl 
             SwapPolicy::Always => EnginePolicy::Always,
         },
         copies_pay,
+        disk_pays: true,
         sequence_share: settings.sequence_share,
         high_watermark: settings.high_watermark,
         low_watermark: settings.low_watermark,
@@ -119,7 +173,9 @@ pub(super) fn open_disk(wanted: &SwapDisk, identity: &[u8], runner: &CpuRunner) 
     std::fs::create_dir_all(&wanted.dir).map_err(|e| fail(&e))?;
     let report = runner.report();
     let mut bytes = identity.to_vec();
-    bytes.extend_from_slice(format!("{} {} {}", report.weights, report.isa, runner.block_bytes()).as_bytes());
+    bytes.extend_from_slice(
+        format!("{} {} {} {}", report.weights, report.kv, report.isa, runner.block_bytes()).as_bytes(),
+    );
     let digest = Sha256::digest(&bytes);
     let identity = digest.iter().take(16).fold(0, |number: u128, byte| number << 8 | u128::from(*byte));
     for number in 0..FILES_MAX {
@@ -133,26 +189,36 @@ pub(super) fn open_disk(wanted: &SwapDisk, identity: &[u8], runner: &CpuRunner) 
         }
         // Held until this process ends, whatever becomes of the engine.
         std::mem::forget(lock);
-        let config = DiskConfig { path, bytes: wanted.bytes, identity };
+        let config = DiskConfig { path, bytes: wanted.bytes, identity, now };
         return DiskTier::open(&config, runner.block_bytes(), runner.limits().block_size).map_err(|e| fail(&e));
     }
     Err(fail(&format!("{FILES_MAX} workers have one already")))
 }
 
+/// Time since this process first asked.
+fn now() -> Duration {
+    static START: LazyLock<Instant> = LazyLock::new(Instant::now);
+    START.elapsed()
+}
+
 /// After a step: tells the engine when the answer has changed.
 pub(super) fn decide(engine: &mut Engine<Beating<CpuRunner>>) {
-    let now = engine.swap_control().copies_pay;
-    let block_size = engine.runner().limits().block_size;
-    let pays = engine.runner().costs.pays(block_size, now);
-    if pays != now {
-        engine.set_swap(SwapControl { copies_pay: pays, ..engine.swap_control() });
+    let now = engine.swap_control();
+    let (disk, block_size) = (engine.disk_stats(), engine.runner().limits().block_size);
+    let costs = &mut engine.runner_mut().costs;
+    costs.read(disk.reads, disk.read_time);
+    let copies_pay = costs.pays(block_size, now.copies_pay);
+    let disk_pays = costs.disk_pays(block_size, now.disk_pays);
+    if (copies_pay, disk_pays) != (now.copies_pay, now.disk_pays) {
+        engine.set_swap(SwapControl { copies_pay, disk_pays, ..now });
     }
 }
 
 /// New settings from the supervisor.
 pub(super) fn set(engine: &mut Engine<Beating<CpuRunner>>, settings: SwapSettings) {
     engine.runner_mut().costs.settings = settings;
-    engine.set_swap(control(&settings, engine.swap_control().copies_pay));
+    let SwapControl { copies_pay, disk_pays, .. } = engine.swap_control();
+    engine.set_swap(SwapControl { disk_pays, ..control(&settings, copies_pay) });
     decide(engine);
 }
 
@@ -162,8 +228,10 @@ pub(super) fn kv_report(engine: &Engine<Beating<CpuRunner>>) -> KvReport {
     KvReport {
         swap: costs.settings,
         copy_seconds,
+        disk_seconds: costs.disk.mean,
         compute_seconds,
         copies_pay: engine.swap_control().copies_pay,
+        disk_pays: engine.swap_control().disk_pays,
         ..wire::kv(engine.kv_report())
     }
 }
@@ -189,5 +257,27 @@ mod tests {
         assert!(slow.pays(16, false));
         slow.settings.restore = SwapRestore::Recompute;
         assert!(!slow.pays(16, true));
+    }
+
+    #[test]
+    fn a_disk_that_is_slower_than_computing_is_left_alone_for_a_while() {
+        let mut costs = Costs::new(SwapSettings::default());
+        let computed = |costs: &mut Costs| costs.computed(160, 1, Duration::from_millis(16));
+        costs.copied(Duration::from_micros(100));
+        computed(&mut costs);
+        assert!(costs.disk_pays(16, true) && costs.disk_pays(16, false), "nothing was read yet");
+        costs.read(7, Duration::from_millis(7 * 30));
+        assert!(costs.disk_pays(16, true), "the first reads may find a cold disk");
+        costs.read(8, Duration::from_millis(8 * 30));
+        assert!(!costs.disk_pays(16, true), "30 ms a block against 1.6");
+        assert!(costs.pays(16, true), "copies in memory pay all the same");
+        (1..PROMPTS_UNTIL_RETRY).for_each(|_| computed(&mut costs));
+        assert!(!costs.disk_pays(16, false));
+        computed(&mut costs);
+        assert!(costs.disk_pays(16, false), "it is tried again");
+        costs.read(16, Duration::from_millis(8 * 30 + 8));
+        assert!(costs.disk_pays(16, false) && costs.disk_pays(16, true), "1 ms a block now");
+        costs.settings.restore = SwapRestore::Recompute;
+        assert!(!costs.disk_pays(16, true));
     }
 }

@@ -152,13 +152,24 @@ pub(super) fn kv(report: engine::KvReport) -> wire::KvReport {
         swap_blocks_total: report.swap_blocks_total,
         swap_blocks_used: report.swap_blocks_used,
         swap_blocks_preempted: report.swap_blocks_preempted,
-        disk_blocks_total: report.disk_blocks_total,
-        disk_blocks_used: report.disk_blocks_used,
-        disk_blocks_restored: report.disk_blocks_restored,
-        disk_blocks_corrupt: report.disk_blocks_corrupt,
+        disk: disk(&report.disk),
         sequences,
         owners,
         ..wire::KvReport::default()
+    }
+}
+
+fn disk(stats: &engine::kv::disk_tier::DiskStats) -> wire::DiskStats {
+    wire::DiskStats {
+        blocks_total: stats.blocks_total,
+        blocks_used: stats.blocks_used,
+        blocks_restored: stats.blocks_restored,
+        blocks_corrupt: stats.blocks_corrupt,
+        reads: stats.reads,
+        read_seconds: stats.read_time.as_secs_f64(),
+        writes: stats.writes,
+        write_seconds: stats.write_time.as_secs_f64(),
+        writes_skipped: stats.writes_skipped,
     }
 }
 
@@ -179,6 +190,7 @@ pub(super) fn stats(stats: &engine::EngineStats) -> wire::StepStats {
         swap_blocks_used: stats.swap_blocks_used,
         swapped_out_blocks: stats.swapped_out_blocks,
         swapped_in_blocks: stats.swapped_in_blocks,
+        disk: disk(&stats.disk),
         nan_sequences: stats.nan_sequences,
         ..wire::StepStats::default()
     }

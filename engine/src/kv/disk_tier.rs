@@ -15,10 +15,11 @@ use std::fs::{File, OpenOptions};
 use std::io;
 use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
+use std::time::Duration;
 use xxhash_rust::xxh3::{xxh3_64, xxh3_128};
 
 /// Blocks on their way to the disk; more are not written.
@@ -32,12 +33,50 @@ const ALIGN: usize = 4096;
 const MAGIC: u64 = u64::from_le_bytes(*b"ernieKV1");
 
 /// Where the file is and how large it may be.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub struct DiskConfig {
     pub path: PathBuf,
     pub bytes: u64,
     /// Stands for the model and everything else that the bits of KV depend on; a file of another one is begun anew.
     pub identity: u128,
+    /// What time it is, on any clock that does not go back: the engine has none of its own.
+    pub now: fn() -> Duration,
+}
+
+/// What the file holds and what was moved; counters are since it was opened.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct DiskStats {
+    pub blocks_total: u32,
+    pub blocks_used: u32,
+    /// Found from an earlier life.
+    pub blocks_restored: u32,
+    /// Did not read back as written, and were computed again.
+    pub blocks_corrupt: u64,
+    pub reads: u64,
+    pub read_time: Duration,
+    pub writes: u64,
+    pub write_time: Duration,
+    /// Blocks that the disk was too slow for.
+    pub writes_skipped: u64,
+}
+
+/// Operations and the nanoseconds they took; the writing thread counts too.
+#[derive(Debug, Default)]
+struct Moved {
+    count: AtomicU64,
+    nanoseconds: AtomicU64,
+}
+
+impl Moved {
+    fn add(&self, took: Duration) {
+        self.nanoseconds.fetch_add(u64::try_from(took.as_nanos()).unwrap_or(u64::MAX), Ordering::Relaxed);
+        self.count.fetch_add(1, Ordering::Relaxed);
+    }
+
+    fn get(&self) -> (u64, Duration) {
+        let count = self.count.load(Ordering::Relaxed);
+        (count, Duration::from_nanos(self.nanoseconds.load(Ordering::Relaxed)))
+    }
 }
 
 #[derive(Debug)]
@@ -54,6 +93,10 @@ pub struct DiskTier {
     writes: Option<SyncSender<Write>>,
     writer: Option<JoinHandle<()>>,
     failed: Arc<AtomicBool>,
+    now: fn() -> Duration,
+    read: Moved,
+    written: Arc<Moved>,
+    writes_skipped: u64,
     /// Memory of `load`.
     buffer: Vec<u8>,
     restored: u32,
@@ -82,8 +125,16 @@ impl DiskTier {
         let (writes, queue) = sync_channel(WRITES_MAX);
         let on_the_way: Arc<Mutex<HashMap<u32, Arc<Vec<u8>>>>> = Arc::default();
         let failed: Arc<AtomicBool> = Arc::default();
-        let writing =
-            Writing { file: file.clone(), stride, len, on_the_way: on_the_way.clone(), failed: failed.clone() };
+        let written: Arc<Moved> = Arc::default();
+        let writing = Writing {
+            file: file.clone(),
+            stride,
+            len,
+            on_the_way: on_the_way.clone(),
+            failed: failed.clone(),
+            now: config.now,
+            written: written.clone(),
+        };
         let writer = std::thread::Builder::new().name("kv-disk".into()).spawn(move || writing.run(&queue))?;
         let mut tier = Self {
             file,
@@ -97,6 +148,10 @@ impl DiskTier {
             writes: Some(writes),
             writer: Some(writer),
             failed,
+            now: config.now,
+            read: Moved::default(),
+            written,
+            writes_skipped: 0,
             buffer: vec![0; HEADER_BYTES + block_bytes],
             restored: 0,
             corrupt: 0,
@@ -114,9 +169,19 @@ impl DiskTier {
         self.used.count()
     }
 
-    /// Blocks found from an earlier life, and blocks that did not read back as written.
-    pub fn history(&self) -> (u32, u64) {
-        (self.restored, self.corrupt)
+    pub fn stats(&self) -> DiskStats {
+        let ((reads, read_time), (writes, write_time)) = (self.read.get(), self.written.get());
+        DiskStats {
+            blocks_total: self.total(),
+            blocks_used: self.used(),
+            blocks_restored: self.restored,
+            blocks_corrupt: self.corrupt,
+            reads,
+            read_time,
+            writes,
+            write_time,
+            writes_skipped: self.writes_skipped,
+        }
     }
 
     /// The first number that no content here, or its parent, has.
@@ -153,6 +218,7 @@ impl DiskTier {
         if writes.try_send(Write::Block(slot, block)).is_err() {
             self.on_the_way.lock().unwrap_or_else(PoisonError::into_inner).remove(&slot);
             self.free.push(slot);
+            self.writes_skipped += 1;
             return;
         }
         if let Some(displaced) = self.index.insert(slot, Entry { preempted: false, ..entry }, tokens)
@@ -200,6 +266,7 @@ impl DiskTier {
     }
 
     fn read(&mut self, slot: u32, entry: Entry, out: &mut [u8]) -> bool {
+        let began = (self.now)();
         let mut buffer = std::mem::take(&mut self.buffer);
         let read = self.file.read_exact_at(&mut buffer, u64::from(slot) * self.stride);
         let (head, bytes) = buffer.split_at(HEADER_BYTES);
@@ -210,6 +277,7 @@ impl DiskTier {
             out.copy_from_slice(bytes);
         }
         self.buffer = buffer;
+        self.read.add((self.now)().saturating_sub(began));
         whole
     }
 
@@ -270,11 +338,14 @@ struct Writing {
     len: u64,
     on_the_way: Arc<Mutex<HashMap<u32, Arc<Vec<u8>>>>>,
     failed: Arc<AtomicBool>,
+    now: fn() -> Duration,
+    written: Arc<Moved>,
 }
 
 impl Writing {
     fn run(&self, queue: &Receiver<Write>) {
         while let Ok(write) = queue.recv() {
+            let began = (self.now)();
             let done = match &write {
                 Write::Block(slot, block) => self.file.write_all_at(block, u64::from(*slot) * self.stride),
                 Write::Clear => self.file.set_len(0).and_then(|()| allocate(&self.file, self.len)),
@@ -285,6 +356,7 @@ impl Writing {
                 eprintln!("worker: the swap file can not be written ({cause}); KV is not swapped to disk any more");
             }
             if let Write::Block(slot, block) = write {
+                self.written.add((self.now)().saturating_sub(began));
                 let mut on_the_way = self.on_the_way.lock().unwrap_or_else(PoisonError::into_inner);
                 if on_the_way.get(&slot).is_some_and(|newest| Arc::ptr_eq(newest, &block)) {
                     on_the_way.remove(&slot);
@@ -366,8 +438,15 @@ mod tests {
 
     const BYTES: usize = 1000;
 
+    /// A clock that moves a microsecond whenever somebody looks.
+    fn now() -> Duration {
+        static LOOKS: AtomicU64 = AtomicU64::new(0);
+        Duration::from_micros(LOOKS.fetch_add(1, Ordering::Relaxed))
+    }
+
     fn open(dir: &std::path::Path, identity: u128, slots: u64) -> DiskTier {
-        DiskTier::open(&DiskConfig { path: dir.join("kv"), bytes: slots * 4096, identity }, BYTES, 2).unwrap()
+        let config = DiskConfig { path: dir.join("kv"), bytes: slots * 4096, identity, now };
+        DiskTier::open(&config, BYTES, 2).unwrap()
     }
 
     fn entry(serial: u64, parent: u64) -> Entry {
@@ -402,11 +481,25 @@ mod tests {
         }
         drop(tier);
         let mut tier = open(dir.path(), 1, 8);
-        assert_eq!((tier.history().0, tier.next_serial()), (2, 10), "9 has lost its parent");
+        assert_eq!((tier.stats().blocks_restored, tier.next_serial()), (2, 10), "9 has lost its parent");
         assert_eq!(load(&mut tier, 2, 1), Some(content(2)));
         assert_eq!(load(&mut tier, 9, 8), None);
         drop(tier);
-        assert_eq!(open(dir.path(), 2, 8).history().0, 0);
+        assert_eq!(open(dir.path(), 2, 8).stats().blocks_restored, 0);
+    }
+
+    #[test]
+    fn what_is_moved_is_counted_and_timed() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut tier = open(dir.path(), 1, 4);
+        for serial in 1..=3 {
+            store(&mut tier, serial, serial - 1);
+        }
+        assert!(load(&mut tier, 1, 0).is_some() && load(&mut tier, 2, 1).is_some() && load(&mut tier, 7, 1).is_none());
+        let stats = tier.stats();
+        assert_eq!((stats.reads, stats.writes, stats.writes_skipped), (2, 3, 0));
+        assert_eq!((stats.blocks_used, stats.blocks_total), (3, 4));
+        assert!(stats.read_time >= Duration::from_micros(2) && stats.write_time >= Duration::from_micros(3));
     }
 
     #[test]
@@ -421,7 +514,7 @@ mod tests {
             tier.file.read_exact_at(&mut byte, slot * 4096 + at).unwrap();
             tier.file.write_all_at(&[byte[0] ^ 4], slot * 4096 + at).unwrap();
             assert_eq!(load(&mut tier, 1, 0), None, "byte {at}");
-            assert_eq!((tier.history().1, tier.used()), (1, 0));
+            assert_eq!((tier.stats().blocks_corrupt, tier.used()), (1, 0));
             assert!(tier.find(&key(&entry(1, 0))).is_none(), "it is forgotten");
         }
     }
@@ -439,6 +532,6 @@ mod tests {
         store(&mut tier, 6, 0);
         drop(tier);
         let mut tier = open(dir.path(), 1, 3);
-        assert_eq!((tier.history().0, load(&mut tier, 6, 0)), (1, Some(content(6))));
+        assert_eq!((tier.stats().blocks_restored, load(&mut tier, 6, 0)), (1, Some(content(6))));
     }
 }

@@ -115,7 +115,7 @@ impl SwapSpace {
 
     /// A content that is on the disk and worth bringing back.
     pub fn find_on_disk(&self, key: &BlockKey<'_>) -> Option<Entry> {
-        self.disk.as_ref().filter(|_| self.control.copies_pay)?.find(key)
+        self.disk.as_ref().filter(|_| self.control.copies_pay && self.control.disk_pays)?.find(key)
     }
 
     /// Anywhere here, worth it or not: contents keep their number.

@@ -93,8 +93,7 @@ impl WeightPlan {
 
     /// Reads a measurement's plan: a kind (`f32 bf16 int8 int8g128 int4g32 int4g64 int4g128`, the int4 ones also with `zp`),
     /// then any of `-ag` (grouped activation scales everywhere), `-dg` (in down projections), `-h16` (bf16 head), `-r`
-    /// (turned residual stream). The head
-    /// of int4 has 8 bits.
+    /// (turned residual stream), `-kv8` (8-bit K and V). The head of int4 has 8 bits.
     pub fn parse(name: &str) -> Option<Self> {
         let mut parts = name.split('-');
         let kind = parts.next()?;
@@ -119,6 +118,7 @@ impl WeightPlan {
                 "dg" => plan.grouped_down(),
                 "r" => plan.rotated(),
                 "h16" => plan.with_head(WeightKind::Bf16),
+                "kv8" => Self { kv: KvKind::Int8, ..plan },
                 _ => return None,
             };
         }
@@ -138,6 +138,8 @@ mod tests {
         assert_eq!(int4.linear, WeightKind::Int4 { group: 128, zero_point: true }.into());
         assert_eq!((int4.down.acts, int4.head), (ActKind::I8Group128, WeightKind::Bf16.into()));
         assert_eq!(WeightPlan::parse("bf16-ag"), Some(WeightPlan::uniform(WeightKind::Bf16)), "nothing is quantised");
+        let narrow = WeightPlan::parse("bf16-kv8").unwrap();
+        assert_eq!(narrow, WeightPlan { kv: KvKind::Int8, ..WeightPlan::uniform(WeightKind::Bf16) });
         for name in ["", "int3", "int4g100", "int4", "int8-x"] {
             assert_eq!(WeightPlan::parse(name), None, "{name}");
         }

@@ -84,6 +84,7 @@ impl Plan {
             kv: match plan.kv {
                 KvKind::Bf16 => "bf16".to_owned(),
                 KvKind::F32 => "f32".to_owned(),
+                KvKind::Int8 => "int8".to_owned(),
             },
             rotated: plan.rotated,
         }
@@ -104,6 +105,7 @@ impl Plan {
             kv: match self.kv.as_str() {
                 "bf16" => KvKind::Bf16,
                 "f32" => KvKind::F32,
+                "int8" => KvKind::Int8,
                 _ => return None,
             },
             rotated: self.rotated,

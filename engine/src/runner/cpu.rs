@@ -42,6 +42,8 @@ pub struct LoadReport {
     pub config: ModelConfig,
     /// As it is in memory: `bf16`, `f32`, `int8`, `int4`.
     pub weights: &'static str,
+    /// K and V: `bf16`, `f32`, `int8`.
+    pub kv: &'static str,
     /// Instruction set in use.
     pub isa: &'static str,
     pub threads: usize,
@@ -112,13 +114,15 @@ impl CpuRunner {
         progress(LoadProgress { phase: LoadPhase::Allocate, bytes_done: bytes_total, bytes_total });
         let workspace = Workspace::new(&config, pool.threads(), max_tokens, logit_rows);
         let (weights_bytes, workspace_bytes) = (model.bytes() as u64, workspace.bytes() as u64);
-        let kv_plan = plan_kv(options, &config, plan.kv, weights_bytes, workspace_bytes)?;
+        let kv_kind = options.kv.unwrap_or(plan.kv);
+        let kv_plan = plan_kv(options, &config, kv_kind, weights_bytes, workspace_bytes)?;
         let kv =
-            KvCache::new(plan.kv, config.num_layers, config.num_kv_heads, config.head_dim, kv_plan.num_blocks as usize);
+            KvCache::new(kv_kind, config.num_layers, config.num_kv_heads, config.head_dim, kv_plan.num_blocks as usize);
         let rope = RopeTable::new(config.head_dim, config.rope_theta, kv_plan.max_model_len as usize);
-        let per_block = KvCache::bytes_per_block(plan.kv, config.num_layers, config.num_kv_heads, config.head_dim);
+        let per_block = KvCache::bytes_per_block(kv_kind, config.num_layers, config.num_kv_heads, config.head_dim);
         let report = LoadReport {
             weights: plan.name(),
+            kv: kv_kind.name(),
             isa: Isa::selected().name(),
             threads: pool.threads(),
             weights_bytes,

@@ -39,6 +39,8 @@ pub struct LoadOptions {
     pub model_dir: PathBuf,
     pub dtype: Dtype,
     pub quantization: Quantization,
+    /// How K and V are kept. `None`: as the weights compute, f32 or bf16.
+    pub kv: Option<KvKind>,
     /// Longest sequence. `None`: the model's own limit, or what the KV memory holds if that is less.
     pub max_model_len: Option<u32>,
     pub max_num_seqs: u32,
@@ -65,6 +67,7 @@ impl LoadOptions {
             model_dir: model_dir.into(),
             dtype: Dtype::Auto,
             quantization: Quantization::None,
+            kv: None,
             max_model_len: None,
             max_num_seqs: 64,
             max_num_batched_tokens: 1024,

@@ -1,4 +1,4 @@
-//! The table of attention kernels: one per level and KV kind, all over the same driver.
+//! The table of attention kernels: one per level and width of K and V, all over the same driver.
 //!
 //! A kernel gets a tile of query rows (tokens x the query heads of one KV head, about [`TILE_ROWS`]) and a chunk of at most
 //! [`CHUNK`] keys, and cuts the tile into what its registers hold. Per (row, key) and per (row, column) the order of operations
@@ -98,6 +98,8 @@ impl AttentionKernels {
         use crate::reference;
         #[cfg(target_arch = "x86_64")]
         use crate::x86_64::{amx, avx2, avx512};
+        // 8-bit blocks are widened to bf16 before these see them (`int8.rs`).
+        let kind = if kind == KvKind::Int8 { KvKind::Bf16 } else { kind };
         match (isa, kind) {
             #[cfg(target_arch = "x86_64")]
             (Isa::Avx2 | Isa::AvxVnni, KvKind::F32) => &avx2::attention::F32,
@@ -112,7 +114,7 @@ impl AttentionKernels {
             #[cfg(target_arch = "x86_64")]
             (Isa::Amx, KvKind::Bf16) => &amx::attention::BF16,
             (_, KvKind::F32) => &reference::attention::F32,
-            (_, KvKind::Bf16) => &reference::attention::BF16,
+            (_, KvKind::Bf16 | KvKind::Int8) => &reference::attention::BF16,
         }
     }
 }

@@ -27,7 +27,9 @@ pub(super) fn run(pool: &Pool, isa: Isa, roofs: &Peaks, words: &[&str], cached: 
     let mut text = String::new();
     let wanted = |line: &str| words.iter().all(|word| line.contains(word));
     for (name, heads, kv_heads, head_dim) in SHAPES {
-        for (kind_name, kind, peak) in [("bf16", KvKind::Bf16, roofs.bf16), ("f32", KvKind::F32, roofs.f32)] {
+        for (kind_name, kind, peak) in
+            [("bf16", KvKind::Bf16, roofs.bf16), ("int8", KvKind::Int8, roofs.bf16), ("f32", KvKind::F32, roofs.f32)]
+        {
             for (sequences, context) in DECODES {
                 for (order, shuffled) in [("consecutive", false), ("random", true)] {
                     let line = format!("attention decode {name} {kind_name} {sequences}x{context} {order}");
@@ -103,7 +105,7 @@ impl Case {
             state ^= state << 5;
             state
         };
-        // Small numbers of both signs: 0x3c00 to 0x3cff in bf16.
+        // Small numbers of both signs: 0x3c00 to 0x3cff in bf16; scales of 0x3c..3c...
         let mut block = vec![0u8; KvCache::bytes_per_block(kind, layers, kv_heads, head_dim)];
         block.iter_mut().enumerate().for_each(|(i, byte)| *byte = if i % 2 == 1 { 0x3c } else { next() as u8 });
         (0..blocks as u32).for_each(|b| kv.import_block(b, &block));

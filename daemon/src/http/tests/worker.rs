@@ -98,6 +98,7 @@ impl AnsweringWorkers {
             vocab_size: self.vocab_size,
             max_model_len: self.max_model_len,
             weights: "none".into(),
+            kv: "none".into(),
             isa: "none".into(),
             threads: 1,
             block_size: 16,

@@ -2,8 +2,8 @@
 
 use super::FamilyDescription;
 use prometheus::{
-    Counter, Gauge, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge, Opts,
-    Registry, core::Collector, proto::MetricFamily,
+    Counter, CounterVec, Gauge, GaugeVec, Histogram, HistogramOpts, HistogramVec, IntCounter, IntCounterVec, IntGauge,
+    Opts, Registry, core::Collector, proto::MetricFamily,
 };
 use std::sync::Mutex;
 
@@ -53,6 +53,10 @@ impl Families {
 
     pub(super) fn counters(&self, name: &str, help: &str, labels: &[&str]) -> IntCounterVec {
         self.keep("counter", name, help, labels, IntCounterVec::new(Opts::new(name, help), labels).expect(VALID))
+    }
+
+    pub(super) fn float_counters(&self, name: &str, help: &str, labels: &[&str]) -> CounterVec {
+        self.keep("counter", name, help, labels, CounterVec::new(Opts::new(name, help), labels).expect(VALID))
     }
 
     pub(super) fn gauge(&self, name: &str, help: &str) -> Gauge {

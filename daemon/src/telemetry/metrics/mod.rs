@@ -56,6 +56,8 @@ pub struct MetricsSetup {
 pub struct CacheSettings {
     pub enable_prefix_caching: bool,
     pub gpu_memory_utilization: String,
+    /// `auto`, `bfloat16`, `int8`.
+    pub cache_dtype: String,
     /// In GiB, as vLLM prints it.
     pub swap_space: String,
 }

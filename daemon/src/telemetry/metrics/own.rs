@@ -2,8 +2,8 @@
 
 use super::families::Families;
 use super::{FleetFigures, MetricsSetup, RequestFigures};
-use ernie_proto::worker::{LoadPhase, StepStats};
-use prometheus::{Gauge, GaugeVec, Histogram, HistogramVec, IntCounter, IntCounterVec};
+use ernie_proto::worker::{DiskStats, LoadPhase, StepStats};
+use prometheus::{CounterVec, Gauge, GaugeVec, Histogram, HistogramVec, IntCounter, IntCounterVec};
 
 /// Fine enough for a 0.3B model on a quick device: 0.5 ms and up.
 const FINE: &[f64] = &[
@@ -35,6 +35,10 @@ pub(super) struct Own {
     kv_blocks: GaugeVec,
     swap_blocks: GaugeVec,
     swapped: IntCounterVec,
+    swap_file_bytes: GaugeVec,
+    swap_file_blocks: IntCounterVec,
+    swap_file_seconds: CounterVec,
+    swap_file_errors: IntCounterVec,
     preemptions: IntCounterVec,
     memory: GaugeVec,
     memory_limit: Gauge,
@@ -106,6 +110,26 @@ impl Own {
                 "ernied_swapped_blocks_total",
                 "KV blocks moved between memory and swap space.",
                 &["engine", "direction"],
+            ),
+            swap_file_bytes: f.gauges(
+                "ernied_swap_file_bytes",
+                "Bytes of the swap file by state.",
+                &["engine", "state"],
+            ),
+            swap_file_blocks: f.counters(
+                "ernied_swap_file_blocks_total",
+                "KV blocks read from and written to the swap file. skipped: not written, the disk was too slow.",
+                &["engine", "operation"],
+            ),
+            swap_file_seconds: f.float_counters(
+                "ernied_swap_file_seconds_total",
+                "Seconds that reads and writes of the swap file took.",
+                &["engine", "operation"],
+            ),
+            swap_file_errors: f.counters(
+                "ernied_swap_file_checksum_errors_total",
+                "Blocks of the swap file that did not read back as written, and were computed again.",
+                &["engine"],
             ),
             preemptions: f.counters(
                 "ernied_preemptions_total",
@@ -216,6 +240,16 @@ impl Own {
             for direction in ["in", "out"] {
                 self.swapped.with_label_values(&[engine, direction]);
             }
+            for state in ["free", "used"] {
+                self.swap_file_bytes.with_label_values(&[engine, state]);
+            }
+            for operation in ["read", "write", "skipped"] {
+                self.swap_file_blocks.with_label_values(&[engine, operation]);
+            }
+            for operation in ["read", "write"] {
+                self.swap_file_seconds.with_label_values(&[engine, operation]);
+            }
+            self.swap_file_errors.with_label_values(&[engine]);
             for kind in ["recompute", "swap"] {
                 self.preemptions.with_label_values(&[engine, kind]);
             }
@@ -271,9 +305,26 @@ impl Own {
         self.swapped.with_label_values(&[engine, "out"]).inc_by(out);
         let back = now.swapped_in_blocks.saturating_sub(before.swapped_in_blocks);
         self.swapped.with_label_values(&[engine, "in"]).inc_by(back);
+        self.swap_file(engine, &now.disk, &before.disk);
         let preempted = now.preemptions.saturating_sub(before.preemptions);
         let kind = if out > 0 { "swap" } else { "recompute" };
         self.preemptions.with_label_values(&[engine, kind]).inc_by(preempted);
+    }
+
+    fn swap_file(&self, engine: &str, now: &DiskStats, before: &DiskStats) {
+        let blocks = |operation: &str, now: u64, before: u64| {
+            self.swap_file_blocks.with_label_values(&[engine, operation]).inc_by(now.saturating_sub(before));
+        };
+        blocks("read", now.reads, before.reads);
+        blocks("write", now.writes, before.writes);
+        blocks("skipped", now.writes_skipped, before.writes_skipped);
+        let seconds = |operation: &str, now: f64, before: f64| {
+            self.swap_file_seconds.with_label_values(&[engine, operation]).inc_by((now - before).max(0.0));
+        };
+        seconds("read", now.read_seconds, before.read_seconds);
+        seconds("write", now.write_seconds, before.write_seconds);
+        let errors = now.blocks_corrupt.saturating_sub(before.blocks_corrupt);
+        self.swap_file_errors.with_label_values(&[engine]).inc_by(errors);
     }
 
     pub(super) fn fleet(&self, fleet: &FleetFigures) {
@@ -314,6 +365,11 @@ impl Own {
             let swap_free = e.stats.swap_blocks_total.saturating_sub(e.stats.swap_blocks_used);
             self.swap_blocks.with_label_values(&[label, "used"]).set(f64::from(e.stats.swap_blocks_used));
             self.swap_blocks.with_label_values(&[label, "free"]).set(f64::from(swap_free));
+            let block = e.kv_bytes.checked_div(u64::from(e.num_blocks)).unwrap_or(0);
+            let file_free = e.stats.disk.blocks_total.saturating_sub(e.stats.disk.blocks_used);
+            for (state, blocks) in [("used", e.stats.disk.blocks_used), ("free", file_free)] {
+                self.swap_file_bytes.with_label_values(&[label, state]).set((u64::from(blocks) * block) as f64);
+            }
             for (phase, name) in LOAD_PHASES {
                 let seconds = e.load_seconds.iter().find(|(p, _)| *p == phase).map_or(0.0, |(_, s)| *s);
                 self.load.with_label_values(&[label, name]).set(seconds);

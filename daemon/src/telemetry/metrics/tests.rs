@@ -1,6 +1,7 @@
 //! What boards, routers and alerts rely on.
 
 use super::*;
+use ernie_proto::worker::DiskStats;
 use std::path::Path;
 
 fn metrics() -> Metrics {
@@ -12,6 +13,7 @@ fn metrics() -> Metrics {
         cache: CacheSettings {
             enable_prefix_caching: true,
             gpu_memory_utilization: "0.9".to_owned(),
+            cache_dtype: "auto".to_owned(),
             swap_space: "0".to_owned(),
         },
         legacy_names: false,
@@ -139,6 +141,39 @@ fn a_restarted_worker_never_makes_a_counter_fall() {
     assert_eq!(value(&scrape(&m), series), 33.0);
     assert_eq!(value(&scrape(&m), r#"vllm:iteration_tokens_total_count{engine="0",model_name="ernie-demo"}"#), 3.0);
     m.step(7, WorkerId(3), &stats(1, 1)); // a slot that does not exist is ignored, not a panic
+}
+
+#[test]
+fn the_swap_file_is_counted_over_the_lives_of_workers() {
+    let m = metrics();
+    let disk = |reads, corrupt| DiskStats {
+        blocks_total: 10,
+        blocks_used: 4,
+        blocks_corrupt: corrupt,
+        reads,
+        read_seconds: reads as f64 / 4.0,
+        writes: 2 * reads,
+        write_seconds: reads as f64,
+        writes_skipped: 1,
+        ..DiskStats::default()
+    };
+    let stats = |reads, corrupt| StepStats { disk: disk(reads, corrupt), ..StepStats::default() };
+    m.step(0, WorkerId(1), &stats(3, 0));
+    m.step(0, WorkerId(1), &stats(5, 1));
+    m.worker_gone(WorkerId(1));
+    m.step(0, WorkerId(2), &stats(1, 0));
+    let mut fleet = FleetFigures::default();
+    let engine = EngineFigures { up: true, stats: stats(1, 0), kv_bytes: 800, num_blocks: 8, ..Default::default() };
+    fleet.engines.push(engine);
+    let text = m.render(&fleet, None).1;
+    let of = |family: &str, label: &str, word: &str| {
+        value(&text, &format!(r#"ernied_swap_file_{family}{{engine="0",{label}="{word}"}}"#))
+    };
+    assert_eq!((of("bytes", "state", "used"), of("bytes", "state", "free")), (400.0, 600.0));
+    assert_eq!((of("blocks_total", "operation", "read"), of("blocks_total", "operation", "write")), (6.0, 12.0));
+    assert_eq!(of("blocks_total", "operation", "skipped"), 2.0);
+    assert_eq!((of("seconds_total", "operation", "read"), of("seconds_total", "operation", "write")), (1.5, 6.0));
+    assert_eq!(value(&text, r#"ernied_swap_file_checksum_errors_total{engine="0"}"#), 1.0);
 }
 
 #[test]

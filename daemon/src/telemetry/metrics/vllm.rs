@@ -303,7 +303,7 @@ impl Vllm {
                     block_size.to_string().as_str(),
                     blocks.to_string().as_str(),
                     swap.to_string().as_str(),
-                    "auto",
+                    self.cache.cache_dtype.as_str(),
                     if self.cache.enable_prefix_caching { "True" } else { "False" },
                     self.cache.gpu_memory_utilization.as_str(),
                     "xxh3-128+compare",
