@@ -8,7 +8,7 @@ mod prepare;
 mod report;
 mod seal;
 
-pub use crate::worker::folder::PrepareForm;
+pub use crate::worker::folder::{PrepareForm, Sample};
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -41,7 +41,7 @@ pub fn run(task: &ModelTask) -> ExitCode {
     match &task.verb {
         ModelVerb::Inspect { blocks } => inspect::run(&task.dir, *blocks, task.json),
         ModelVerb::Seal => seal::seal(&task.dir, task.json),
-        ModelVerb::Prepare { out, form } => prepare::run(&task.dir, out, *form, task.json),
+        ModelVerb::Prepare { out, form } => prepare::run(&task.dir, out, form, task.json),
         ModelVerb::Verify => seal::verify(&task.dir, task.json),
     }
 }

@@ -2,13 +2,13 @@
 
 use super::report::{Progress, bytes, complain, show};
 use crate::model_store::{self, VerifyError};
-use crate::worker::folder::{self, PrepareForm};
+use crate::worker::folder::{self, PrepareForm, Preparing};
 use ernie_proto::model::Prepared;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
-pub(super) fn run(dir: &Path, out: &Path, form: PrepareForm, json: bool) -> ExitCode {
+pub(super) fn run(dir: &Path, out: &Path, form: &PrepareForm, json: bool) -> ExitCode {
     match prepare(dir, out, form) {
         Ok(prepared) => {
             show(json, &prepared, |p| {
@@ -39,7 +39,7 @@ enum PrepareError {
     Engine(String),
 }
 
-fn prepare(dir: &Path, out: &Path, form: PrepareForm) -> Result<Prepared, PrepareError> {
+fn prepare(dir: &Path, out: &Path, form: &PrepareForm) -> Result<Prepared, PrepareError> {
     if fs::symlink_metadata(out).is_ok() {
         return Err(PrepareError::Taken { path: out.to_owned() });
     }
@@ -74,13 +74,16 @@ fn prepare(dir: &Path, out: &Path, form: PrepareForm) -> Result<Prepared, Prepar
 fn fill(
     dir: &Path,
     part: &Path,
-    form: PrepareForm,
+    form: &PrepareForm,
     manifest: Option<&[ernie_proto::worker::FileDigest]>,
 ) -> Result<(String, String, u64), PrepareError> {
     model_store::copy_text_side(dir, part)?;
-    let packing = Progress::new("packed");
-    let (weights, bytes) = folder::prepare(dir, part, form, manifest, &mut |done, total| packing.at(done, total))
-        .map_err(PrepareError::Engine)?;
+    let (writing, packing) = (Progress::tokens("sample written"), Progress::new("packed"));
+    let mut progress = |at| match at {
+        Preparing::Writing { done, total } => writing.at(done, total),
+        Preparing::Packing { done, total } => packing.at(done, total),
+    };
+    let (weights, bytes) = folder::prepare(dir, part, form, manifest, &mut progress).map_err(PrepareError::Engine)?;
     let hashing = Progress::new("hashed");
     let manifest = model_store::seal(part, &|done, total| hashing.at(done, total))?;
     Ok((manifest.revision(), weights, bytes))
