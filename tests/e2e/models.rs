@@ -237,7 +237,8 @@ async fn a_model_rounded_for_what_it_writes_itself_answers() -> Result<()> {
     fs::write(root.join("long.txt"), "User: Hello\nAssistant: Hello! What can I do for you?\n".repeat(400))?;
     let long = text(&root.join("long.txt"));
     let mut weights = Vec::new();
-    for (name, more) in [("itself", &[][..]), ("own", &["--calibrate", "self:2048"]), ("text", &["--calibrate", &long])] {
+    for (name, more) in [("itself", &[][..]), ("own", &["--calibrate", "self:2048"]), ("text", &["--calibrate", &long])]
+    {
         let (code, out) = prepare(name, &[&["--quantization", "int8"], more].concat()).await?;
         assert!(code == 0 && out.contains("int8 weights, sealed"), "{out}");
         weights.push(fs::read(root.join(name).join("weights-00001.ernie"))?);
@@ -247,7 +248,8 @@ async fn a_model_rounded_for_what_it_writes_itself_answers() -> Result<()> {
 
     let options = DaemonOptions { model: Some(root.join("own")), ..DaemonOptions::default() };
     let daemon = TestDaemon::start(options.flags(&["--served-model-name", "ernie"])).await?;
-    let body = json!({"messages": [{"role": "user", "content": "What is the KV cache?"}], "max_tokens": 64, "temperature": 0});
+    let body =
+        json!({"messages": [{"role": "user", "content": "What is the KV cache?"}], "max_tokens": 64, "temperature": 0});
     let answer = daemon.client().post("/v1/chat/completions", &body).await?.json()?;
     let said = answer["choices"][0]["message"]["content"].as_str().context("an answer")?;
     assert!(said.contains("keeps what the model has computed"), "{said}");

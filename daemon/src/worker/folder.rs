@@ -1,6 +1,5 @@
 //! What the engine does with a model folder without serving it: a look at its headers, a copy in prepared form.
 
-use crate::text::tokenizer::Tokenizer;
 use ernie_engine::model::{self, Calibration, ModelConfig};
 use ernie_engine::runner::cpu::CpuRunner;
 use ernie_engine::runner::options::{BLOCK_SIZE, Dtype, LoadOptions, Quantization};
@@ -9,8 +8,8 @@ use ernie_engine::self_text;
 use ernie_kernels::{KvCache, KvKind};
 use ernie_proto::model::{Inspection, Memory, Shape, TensorClass, WeightFile};
 use ernie_proto::worker::{self, FileDigest};
-use std::path::{Path, PathBuf};
-use std::str::FromStr;
+use std::ops::RangeInclusive;
+use std::path::Path;
 use std::sync::Arc;
 
 /// Reads `config.json` and the headers of the weight files. `blocks`: KV blocks whose memory is asked for; 0: those of one
@@ -92,24 +91,12 @@ pub struct PrepareForm {
 pub enum Sample {
     /// So many tokens that the model writes by itself.
     Own { tokens: usize },
-    /// A file of plain text.
-    Text(PathBuf),
-}
-
-impl FromStr for Sample {
-    type Err = String;
-
-    fn from_str(word: &str) -> Result<Self, String> {
-        let Some(tokens) = word.strip_prefix("self:") else { return Ok(Self::Text(word.into())) };
-        match tokens.parse() {
-            Ok(tokens) if (Calibration::TOKENS_MIN..=OWN_TOKENS_MAX).contains(&tokens) => Ok(Self::Own { tokens }),
-            _ => Err(format!("self: takes between {} and {OWN_TOKENS_MAX} tokens", Calibration::TOKENS_MIN)),
-        }
-    }
+    /// A text in the model's tokens.
+    Ids(Vec<u32>),
 }
 
 /// Their residual stream is held in memory while a model is prepared.
-const OWN_TOKENS_MAX: usize = 1 << 20;
+pub const OWN_TOKENS: RangeInclusive<usize> = Calibration::TOKENS_MIN..=1 << 20;
 /// A first draw like any other, and the same on every machine.
 const SAMPLE_SEED: u64 = 1;
 
@@ -117,12 +104,7 @@ impl Sample {
     /// Makes it for the model of `dir`. `progress` is told tokens written and tokens wanted.
     fn take(&self, dir: &Path, progress: &mut dyn FnMut(u64, u64)) -> Result<Calibration, String> {
         match self {
-            Self::Text(file) => {
-                let text = std::fs::read_to_string(file).map_err(|e| format!("{}: {e}", file.display()))?;
-                let tokenizer = Tokenizer::load(dir).map_err(|error| error.to_string())?;
-                let ids = tokenizer.encode(&text, false).map_err(|error| error.to_string())?;
-                Ok(Calibration::new([ids]))
-            }
+            Self::Ids(ids) => Ok(Calibration::new([ids.clone()])),
             Self::Own { tokens } => {
                 let options =
                     LoadOptions { max_model_len: Some(OWN_LENGTH), memory_bytes: u64::MAX, ..LoadOptions::new(dir) };
