@@ -1,6 +1,7 @@
 //! The command line. Every verb has an example in its help.
 
 use clap::{Args, Parser, Subcommand};
+use std::ffi::OsString;
 use std::path::PathBuf;
 
 /// Looks after a running ernied.
@@ -352,6 +353,9 @@ pub(crate) enum ModelAct {
         /// auto, bfloat16, float32
         #[arg(long)]
         dtype: Option<String>,
+        /// Round int8 or int4 weights for a text: a file, or what the model writes by itself
+        #[arg(long, value_name = "self:TOKENS|FILE")]
+        calibrate: Option<OsString>,
     },
 }
 

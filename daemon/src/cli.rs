@@ -6,7 +6,7 @@
 use crate::config::layers::{Layer, Layers, Origin, Raw, apply_compat, from_env};
 use crate::config::settings::{COMPAT, Kind, SETTINGS};
 use crate::config::{self, Config, ConfigError, ConfigErrors, Environment, Sources};
-use crate::offline::{ModelTask, ModelVerb, PrepareForm};
+use crate::offline::{Calibrate, ModelTask, ModelVerb, Wish};
 use clap::{Arg, ArgAction, ArgMatches, Command};
 use ernie_proto::worker::{Dtype, Quantization};
 use std::ffi::OsString;
@@ -121,7 +121,14 @@ fn model_command() -> Command {
             verb("prepare", "Write a second folder with the weights in kernel layout; loading it packs nothing")
                 .arg(Arg::new("OUT").required(true).value_parser(clap::value_parser!(PathBuf)).help("folder to make"))
                 .arg(word("quantization", &["none", "int8", "int4"], "weight form to prepare"))
-                .arg(word("dtype", &["auto", "bfloat16", "float32"], "number type to prepare")),
+                .arg(word("dtype", &["auto", "bfloat16", "float32"], "number type to prepare"))
+                .arg(
+                    Arg::new("calibrate")
+                        .long("calibrate")
+                        .value_name("self:TOKENS|FILE")
+                        .value_parser(clap::value_parser!(Calibrate))
+                        .help("round int8 or int4 weights for a text: a file, or what the model writes by itself"),
+                ),
         )
 }
 
@@ -137,7 +144,7 @@ fn model(matches: &ArgMatches) -> Role {
         "seal" => ModelVerb::Seal,
         "prepare" => ModelVerb::Prepare {
             out: m.get_one::<PathBuf>("OUT").cloned().unwrap_or_default(),
-            form: PrepareForm {
+            form: Wish {
                 quantization: match m.get_one::<String>("quantization").map(String::as_str) {
                     Some("int8") => Quantization::Int8,
                     Some("int4") => Quantization::Int4,
@@ -148,6 +155,7 @@ fn model(matches: &ArgMatches) -> Role {
                     Some("float32") => Dtype::Float32,
                     _ => Dtype::Auto,
                 },
+                calibrate: m.get_one::<Calibrate>("calibrate").cloned(),
             },
         },
         _ => ModelVerb::Verify,

@@ -105,7 +105,7 @@ fn rounding_for_the_inputs_brings_the_model_closer() {
 #[test]
 fn calibrated_weights_are_the_same_every_time() {
     let dir = random_model(true, 23);
-    let sequences = (0..8).map(|i| random_tokens(i, 128, 515));
+    let sequences = (0..16).map(|i| random_tokens(i, 128, 515));
     let calibration = Some(Arc::new(Calibration::new(sequences)));
     let options = |threads| LoadOptions {
         calibration: calibration.clone(),

@@ -103,10 +103,49 @@ fn requests_wait_for_a_prefix_that_another_is_just_computing() {
     while engine.has_work() {
         first.extend(step(&mut engine).started.iter().map(|started| started.cached_tokens));
     }
-    assert_eq!(first, [0, 288, 288, 288, 288, 288, 288, 288]);
-    assert_eq!(engine.runner().tokens(), 320 + 7 * 32);
+    assert_eq!(first, [0, 300, 300, 300, 300, 300, 300, 300], "18 blocks, and 12 tokens of the one where they part");
+    assert_eq!(engine.runner().tokens(), 320 + 7 * 20);
     let stats = engine.stats();
-    assert_eq!((stats.prefix_queries_tokens, stats.prefix_hits_tokens), (8 * 320, 7 * 288));
+    assert_eq!((stats.prefix_queries_tokens, stats.prefix_hits_tokens), (8 * 320, 7 * 300));
+}
+
+#[test]
+fn what_a_block_has_in_common_with_a_prompt_is_copied() {
+    let prompt = |common: usize, kind: u32| [text(0, common), text(kind, 30)].concat();
+    let run = |enable_prefix_caching: bool| {
+        let mut engine = engine(EngineConfig { enable_prefix_caching, ..EngineConfig::default() }, limits());
+        let mut cached = Vec::new();
+        let mut answers = Vec::new();
+        for (id, (common, kind)) in [(40, 1), (40, 2), (37, 3), (33, 4), (40, 5), (12, 6)].into_iter().enumerate() {
+            engine.add(request(id as u64, prompt(common, kind), 20)).unwrap();
+            cached.push(step(&mut engine).started[0].cached_tokens);
+            answers.push(finish(&mut engine));
+        }
+        (cached, answers)
+    };
+    let (none, plain) = run(false);
+    let (cached, answers) = run(true);
+    assert_eq!(none, [0; 6]);
+    // Of the third block the last one computed is known: one token in common with it is not worth a copy, nor are two.
+    assert_eq!(cached, [0, 40, 37, 32, 32, 12]);
+    assert_eq!(answers, plain);
+}
+
+#[test]
+fn a_block_that_is_copied_from_stays_while_others_are_admitted() {
+    // Room for two sequences of three blocks, and all of it holds something.
+    let mut engine = engine(EngineConfig::default(), RunnerLimits { num_blocks: 7, ..limits() });
+    engine.add(request(0, text(0, 48), 1)).unwrap();
+    finish(&mut engine);
+    engine.add(request(1, text(1, 48), 1)).unwrap();
+    finish(&mut engine);
+    engine.add(request(2, [text(0, 40), text(7, 6)].concat(), 1)).unwrap();
+    engine.add(request(3, text(2, 48), 1)).unwrap();
+    let answers = finish(&mut engine);
+    let mut alone = self::engine(EngineConfig { enable_prefix_caching: false, ..EngineConfig::default() }, limits());
+    alone.add(request(2, [text(0, 40), text(7, 6)].concat(), 1)).unwrap();
+    alone.add(request(3, text(2, 48), 1)).unwrap();
+    assert_eq!(answers, finish(&mut alone));
 }
 
 #[test]
@@ -153,7 +192,7 @@ fn equal_prompts_of_different_salts_share_nothing() {
     engine.add(EngineRequest { cache_salt: 1, ..request(1, text(0, 64), 1) }).unwrap();
     assert_eq!(step(&mut engine).started[0].cached_tokens, 0);
     engine.add(request(2, text(0, 64), 1)).unwrap();
-    assert_eq!(step(&mut engine).started[0].cached_tokens, 48, "one token must be computed");
+    assert_eq!(step(&mut engine).started[0].cached_tokens, 63, "one token must be computed");
     engine.reset_prefix_cache();
     engine.add(request(3, text(0, 64), 1)).unwrap();
     assert_eq!(step(&mut engine).started[0].cached_tokens, 0, "after a reset");

@@ -212,6 +212,51 @@ async fn a_seal_is_what_sha256sum_checks_and_verify_names_what_differs() -> Resu
 }
 
 #[tokio::test(flavor = "multi_thread")]
+async fn a_model_rounded_for_what_it_writes_itself_answers() -> Result<()> {
+    let models = tempfile::tempdir()?;
+    let root = models.path().canonicalize()?;
+    let dir = revision(&root, "plain").await?;
+    let prepare = |name: &str, more: &[&str]| {
+        let arguments: Vec<String> = ["prepare", &text(&dir), &text(&root.join(name))]
+            .iter()
+            .chain(more)
+            .map(|word| (*word).to_owned())
+            .collect();
+        async move { model(&arguments.iter().map(String::as_str).collect::<Vec<_>>()).await }
+    };
+    let (code, out) = prepare("refused", &["--calibrate", "self:2048"]).await?;
+    assert!(code == 1 && out.contains("give --quantization int8 or int4 too"), "{out}");
+    let (code, out) = prepare("refused", &["--quantization", "int8", "--calibrate", "self:99"]).await?;
+    assert!(code != 0 && out.contains("self: takes between 2048"), "{out}");
+    fs::write(root.join("short.txt"), "A text of a few words.")?;
+    let short = text(&root.join("short.txt"));
+    let (code, out) = prepare("refused", &["--quantization", "int8", "--calibrate", &short]).await?;
+    assert!(code == 1 && out.contains("give a longer text"), "{out}");
+    assert!(!root.join("refused").exists(), "nothing is left of what was refused");
+
+    fs::write(root.join("long.txt"), "User: Hello\nAssistant: Hello! What can I do for you?\n".repeat(400))?;
+    let long = text(&root.join("long.txt"));
+    let mut weights = Vec::new();
+    for (name, more) in [("itself", &[][..]), ("own", &["--calibrate", "self:2048"]), ("text", &["--calibrate", &long])]
+    {
+        let (code, out) = prepare(name, &[&["--quantization", "int8"], more].concat()).await?;
+        assert!(code == 0 && out.contains("int8 weights, sealed"), "{out}");
+        weights.push(fs::read(root.join(name).join("weights-00001.ernie"))?);
+    }
+    assert!(weights[0].len() == weights[1].len() && weights[0] != weights[1], "the same size, other codes");
+    assert!(weights[1] != weights[2], "another sample, other codes");
+
+    let options = DaemonOptions { model: Some(root.join("own")), ..DaemonOptions::default() };
+    let daemon = TestDaemon::start(options.flags(&["--served-model-name", "ernie"])).await?;
+    let body =
+        json!({"messages": [{"role": "user", "content": "What is the KV cache?"}], "max_tokens": 64, "temperature": 0});
+    let answer = daemon.client().post("/v1/chat/completions", &body).await?.json()?;
+    let said = answer["choices"][0]["message"]["content"].as_str().context("an answer")?;
+    assert!(said.contains("keeps what the model has computed"), "{said}");
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread")]
 async fn a_prepared_model_answers_like_the_one_it_was_made_of() -> Result<()> {
     let models = tempfile::tempdir()?;
     let dir = revision(models.path(), "plain").await?;

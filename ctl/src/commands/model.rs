@@ -6,7 +6,7 @@ use crate::client::Admin;
 use crate::output::{bytes, show, table};
 use anyhow::{Context, Result, bail};
 use ernie_proto::admin::{AddModel, Done, Models};
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
@@ -31,10 +31,12 @@ pub(super) async fn run(admin: &Admin, json: bool, act: ModelAct) -> Result<Exit
             return offline("inspect", &[dir], blocks.into_iter().collect(), json);
         }
         ModelAct::Seal { dir } => return offline("seal", &[dir], Vec::new(), json),
-        ModelAct::Prepare { dir, out, quantization, dtype } => {
+        ModelAct::Prepare { dir, out, quantization, dtype, calibrate } => {
             let quantization = quantization.map(|word| format!("--quantization={word}").into());
             let dtype = dtype.map(|word| format!("--dtype={word}").into());
-            return offline("prepare", &[dir, out], quantization.into_iter().chain(dtype).collect(), json);
+            let calibrate = calibrate.map(|sample| [OsStr::new("--calibrate="), &sample].into_iter().collect());
+            let options = [quantization, dtype, calibrate].into_iter().flatten().collect();
+            return offline("prepare", &[dir, out], options, json);
         }
         ModelAct::Verify { dir } => return offline("verify", &[dir], Vec::new(), json),
     }

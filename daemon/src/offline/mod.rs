@@ -8,10 +8,11 @@ mod prepare;
 mod report;
 mod seal;
 
-pub use crate::worker::folder::PrepareForm;
-
+use crate::worker::folder::OWN_TOKENS;
+use ernie_proto::worker::{Dtype, Quantization};
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::str::FromStr;
 
 /// What is asked for.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -32,8 +33,37 @@ pub enum ModelVerb {
     Verify,
     Prepare {
         out: PathBuf,
-        form: PrepareForm,
+        form: Wish,
     },
+}
+
+/// What `prepare` is to make.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Wish {
+    pub dtype: Dtype,
+    pub quantization: Quantization,
+    pub calibrate: Option<Calibrate>,
+}
+
+/// What text quantised weights are rounded for.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Calibrate {
+    /// So many tokens that the model writes by itself.
+    Own { tokens: usize },
+    /// A file of plain text.
+    Text(PathBuf),
+}
+
+impl FromStr for Calibrate {
+    type Err = String;
+
+    fn from_str(word: &str) -> Result<Self, String> {
+        let Some(tokens) = word.strip_prefix("self:") else { return Ok(Self::Text(word.into())) };
+        match tokens.parse() {
+            Ok(tokens) if OWN_TOKENS.contains(&tokens) => Ok(Self::Own { tokens }),
+            _ => Err(format!("self: takes between {} and {} tokens", OWN_TOKENS.start(), OWN_TOKENS.end())),
+        }
+    }
 }
 
 /// Does it.
@@ -41,7 +71,7 @@ pub fn run(task: &ModelTask) -> ExitCode {
     match &task.verb {
         ModelVerb::Inspect { blocks } => inspect::run(&task.dir, *blocks, task.json),
         ModelVerb::Seal => seal::seal(&task.dir, task.json),
-        ModelVerb::Prepare { out, form } => prepare::run(&task.dir, out, *form, task.json),
+        ModelVerb::Prepare { out, form } => prepare::run(&task.dir, out, form, task.json),
         ModelVerb::Verify => seal::verify(&task.dir, task.json),
     }
 }

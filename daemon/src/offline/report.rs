@@ -25,12 +25,17 @@ pub(super) fn complain(error: &dyn std::fmt::Display) -> ExitCode {
 /// A line on the terminal that shows how far something is; silent elsewhere.
 pub(super) struct Progress {
     what: &'static str,
+    unit: fn(u64) -> String,
     told: Mutex<Option<Instant>>,
 }
 
 impl Progress {
     pub(super) fn new(what: &'static str) -> Self {
-        Self { what, told: Mutex::new(None) }
+        Self { what, unit: bytes, told: Mutex::new(None) }
+    }
+
+    pub(super) fn tokens(what: &'static str) -> Self {
+        Self { unit: |n| format!("{n} tokens"), ..Self::new(what) }
     }
 
     pub(super) fn at(&self, done: u64, total: u64) {
@@ -43,7 +48,7 @@ impl Progress {
         }
         *told = Some(Instant::now());
         let end = if done >= total { "\n" } else { "" };
-        let _ = write!(std::io::stderr(), "\r{} {} of {}{end}", self.what, bytes(done), bytes(total));
+        let _ = write!(std::io::stderr(), "\r{} {} of {}{end}", self.what, (self.unit)(done), (self.unit)(total));
     }
 }
 

@@ -1,12 +1,16 @@
 //! What the engine does with a model folder without serving it: a look at its headers, a copy in prepared form.
 
-use ernie_engine::model::{self, ModelConfig};
+use ernie_engine::model::{self, Calibration, ModelConfig};
+use ernie_engine::runner::cpu::CpuRunner;
 use ernie_engine::runner::options::{BLOCK_SIZE, Dtype, LoadOptions, Quantization};
 use ernie_engine::runner::prepare;
+use ernie_engine::self_text;
 use ernie_kernels::{KvCache, KvKind};
 use ernie_proto::model::{Inspection, Memory, Shape, TensorClass, WeightFile};
 use ernie_proto::worker::{self, FileDigest};
+use std::ops::RangeInclusive;
 use std::path::Path;
+use std::sync::Arc;
 
 /// Reads `config.json` and the headers of the weight files. `blocks`: KV blocks whose memory is asked for; 0: those of one
 /// sequence of full length. Revision, ignored files and the tokenizer's problems are others' to add.
@@ -75,20 +79,74 @@ fn memory(config: &ModelConfig, blocks: u64) -> Memory {
 }
 
 /// In which form weights are prepared.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PrepareForm {
     pub dtype: worker::Dtype,
     pub quantization: worker::Quantization,
+    /// What quantised weights are rounded for; without it for themselves.
+    pub calibrate: Option<Sample>,
+}
+
+/// Text that stands for what a model will read and write.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Sample {
+    /// So many tokens that the model writes by itself.
+    Own { tokens: usize },
+    /// A text in the model's tokens.
+    Ids(Vec<u32>),
+}
+
+/// Their residual stream is held in memory while a model is prepared.
+pub const OWN_TOKENS: RangeInclusive<usize> = Calibration::TOKENS_MIN..=1 << 20;
+/// A first draw like any other, and the same on every machine.
+const SAMPLE_SEED: u64 = 1;
+
+impl Sample {
+    /// Makes it for the model of `dir`. `progress` is told tokens written and tokens wanted.
+    fn take(&self, dir: &Path, progress: &mut dyn FnMut(u64, u64)) -> Result<Calibration, String> {
+        match self {
+            Self::Ids(ids) => Ok(Calibration::new([ids.clone()])),
+            Self::Own { tokens } => {
+                let options =
+                    LoadOptions { max_model_len: Some(OWN_LENGTH), memory_bytes: u64::MAX, ..LoadOptions::new(dir) };
+                let runner = CpuRunner::load(&options, &mut |_| {}).map_err(|error| error.to_string())?;
+                let wanted = *tokens as u64;
+                let mut written = |tokens: usize| progress((tokens as u64).min(wanted), wanted);
+                self_text::sample(runner, *tokens, SAMPLE_SEED, &mut written).map_err(|error| error.to_string())
+            }
+        }
+    }
+}
+
+/// Longest sequence of the model's own writing.
+const OWN_LENGTH: u32 = 256;
+
+/// How far [`prepare`] is.
+#[derive(Debug, Clone, Copy)]
+pub enum Preparing {
+    /// Tokens of the sample that the model writes.
+    Writing { done: u64, total: u64 },
+    /// Bytes of weights.
+    Packing { done: u64, total: u64 },
 }
 
 /// Packs the weights of `dir` into `out`; they have to be what the manifest says. Gives the form's name and the bytes.
 pub fn prepare(
     dir: &Path,
     out: &Path,
-    form: PrepareForm,
+    form: &PrepareForm,
     manifest: Option<&[FileDigest]>,
-    progress: &mut dyn FnMut(u64, u64),
+    progress: &mut dyn FnMut(Preparing),
 ) -> Result<(String, u64), String> {
+    let calibration = match &form.calibrate {
+        Some(_) if form.quantization == worker::Quantization::None => {
+            return Err("--calibrate is for quantised weights: give --quantization int8 or int4 too".to_owned());
+        }
+        Some(sample) => {
+            Some(Arc::new(sample.take(dir, &mut |done, total| progress(Preparing::Writing { done, total }))?))
+        }
+        None => None,
+    };
     let digests = |files: &[FileDigest]| files.iter().map(|file| (file.path.clone(), file.sha256)).collect();
     let options = LoadOptions {
         dtype: match form.dtype {
@@ -102,8 +160,10 @@ pub fn prepare(
             worker::Quantization::Int4 => Quantization::Int4,
         },
         verify: manifest.map(|files| model::Manifest { digests: digests(files) }),
+        calibration,
         ..LoadOptions::new(dir)
     };
-    let report = prepare::prepare(&options, out, progress).map_err(|error| error.to_string())?;
+    let mut packed = |done, total| progress(Preparing::Packing { done, total });
+    let report = prepare::prepare(&options, out, &mut packed).map_err(|error| error.to_string())?;
     Ok((report.weights.to_owned(), report.bytes))
 }

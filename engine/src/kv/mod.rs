@@ -9,6 +9,7 @@ pub mod block_table;
 pub mod budget;
 pub mod disk_tier;
 mod eviction;
+mod openings;
 pub mod prefix_cache;
 pub mod swap_space;
 
@@ -18,6 +19,7 @@ pub use prefix_cache::{ChainHash, KeySpace};
 use crate::config::{SwapConfig, SwapControl};
 use block_pool::BlockPool;
 use disk_tier::DiskTier;
+use openings::Openings;
 use prefix_cache::{BlockKey, Entry, Link, MAX_BLOCK_SIZE, PrefixCache};
 use swap_space::SwapSpace;
 
@@ -33,8 +35,8 @@ pub struct Moves {
 /// What a sequence that wants to run finds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Admission {
-    /// It has all its blocks; this many tokens are computed already.
-    Admitted { cached_tokens: usize },
+    /// It has all its blocks; this many tokens are computed already, once `copy` (from, to) is made.
+    Admitted { cached_tokens: usize, copy: Option<(u32, u32)> },
     /// Another sequence is just computing its prefix: worth waiting for.
     PrefixPending,
     /// Not enough free blocks now.
@@ -57,6 +59,9 @@ pub struct KvBlocks {
     block_size: usize,
     pool: BlockPool,
     cache: PrefixCache,
+    openings: Openings,
+    /// Blocks that are copied from in the step that is being planned: they stay what they are until all moves are done.
+    sources: Vec<u32>,
     swap: SwapSpace,
     chain: ChainHash,
     moves: Moves,
@@ -103,6 +108,8 @@ impl KvBlocks {
             block_size: block_size as usize,
             pool: BlockPool::new(num_blocks, run),
             cache: PrefixCache::new(num_blocks, block_size),
+            openings: Openings::new(num_blocks),
+            sources: Vec::with_capacity(64),
             swap,
             chain,
             moves,
@@ -145,6 +152,9 @@ impl KvBlocks {
         self.moves.out.clear();
         self.moves.back.clear();
         self.swap.unpin();
+        while let Some(block) = self.sources.pop() {
+            self.let_go(block);
+        }
     }
 
     /// Gives a sequence blocks for all its tokens, shared ones for as much of its prefix as is computed already (at most
@@ -175,9 +185,17 @@ impl KvBlocks {
             most = most.min(self.bring_from_disk(table, content, found.blocks));
         };
         self.take_found(table, content, found.blocks);
+        let opening = self.take_opening(table, content, most_cached, count(total - found.blocks) + keep_free);
         self.take_fresh(table, total);
         self.register_rest(table, content);
-        Admission::Admitted { cached_tokens: found.blocks * self.block_size }
+        let cached_tokens = found.blocks * self.block_size;
+        match opening {
+            None => Admission::Admitted { cached_tokens, copy: None },
+            Some((source, tokens)) => Admission::Admitted {
+                cached_tokens: cached_tokens + tokens,
+                copy: Some((source, table.blocks[found.blocks])),
+            },
+        }
     }
 
     /// Blocks that must become free before [`KvBlocks::admit`] finds room. `None`: it has to wait for its prefix anyway.
@@ -224,10 +242,12 @@ impl KvBlocks {
                 self.hash_full_blocks(table, content);
                 self.link(table, content, index);
             }
-            if let Some(entry) = self.cache.entry_mut(table.blocks[index])
+            let block = table.blocks[index];
+            if let Some(entry) = self.cache.entry_mut(block)
                 && entry.hash == table.hashes[index]
             {
                 entry.computed = true;
+                self.openings.note(self.chain_before(table, content, index), block);
             }
         }
     }
@@ -336,20 +356,21 @@ impl KvBlocks {
     fn leave(&mut self, table: &mut BlockTable, wanted_back: usize) {
         // The end first, so that of a cached prefix the end is evicted first.
         while let Some(block) = table.blocks.pop() {
-            let last = self.pool.refs(block) == 1;
-            let computed = match self.cache.entry_mut(block) {
-                None => false,
-                Some(entry) => {
-                    entry.preempted |= table.blocks.len() < wanted_back;
-                    entry.computed
-                }
-            };
-            if last && !computed {
-                self.cache.remove(block);
+            if let Some(entry) = self.cache.entry_mut(block) {
+                entry.preempted |= table.blocks.len() < wanted_back;
             }
-            self.pool.release(block, computed);
+            self.let_go(block);
         }
         (table.linked, table.link) = (0, Link::ROOT);
+    }
+
+    /// One reference less; what was computed stays findable.
+    fn let_go(&mut self, block: u32) {
+        let computed = self.cache.entry(block).is_some_and(|entry| entry.computed);
+        if self.pool.refs(block) == 1 && !computed {
+            self.cache.remove(block);
+        }
+        self.pool.release(block, computed);
     }
 
     fn hash_full_blocks(&self, table: &mut BlockTable, content: Content<'_>) {
@@ -357,10 +378,7 @@ impl KvBlocks {
         let tokens = &mut tokens[..self.block_size];
         for index in table.hashes.len()..content.tokens.len() / self.block_size {
             content.tokens.copy(index * self.block_size, tokens);
-            let parent = match index {
-                0 => self.chain.root(content.space),
-                _ => table.hashes[index - 1],
-            };
+            let parent = self.chain_before(table, content, index);
             table.hashes.push(self.chain.next(parent, tokens));
         }
     }
@@ -423,6 +441,7 @@ impl KvBlocks {
             self.moves.back.push((slot, block));
             content.tokens.copy(index * self.block_size, tokens);
             self.insert(block, Entry { computed: true, preempted: false, ..entry }, tokens);
+            self.openings.note(self.chain_before(table, content, index), block);
         }
         for &block in &table.blocks {
             if let Some(entry) = self.cache.entry_mut(block) {
@@ -430,6 +449,45 @@ impl KvBlocks {
             }
         }
         self.fetches = fetches;
+    }
+
+    /// A computed block that begins as the content goes on behind the table's blocks, and how many of its tokens are worth a
+    /// copy. It is held until the moves of this step are done. `needed`: free blocks that must be left.
+    fn take_opening(
+        &mut self,
+        table: &BlockTable,
+        content: Content<'_>,
+        most_cached: usize,
+        needed: u32,
+    ) -> Option<(u32, usize)> {
+        let start = table.blocks.len() * self.block_size;
+        let most = most_cached.saturating_sub(start).min(self.block_size);
+        // Fewer tokens are computed sooner than a block is copied.
+        let least = self.block_size.div_ceil(4);
+        if most < least {
+            return None;
+        }
+        let block = self.openings.after(self.chain_before(table, content, table.blocks.len()))?;
+        let entry = self.cache.entry(block)?;
+        if !entry.computed || entry.space != content.space || entry.parent != table.link.serial {
+            return None;
+        }
+        let held = self.cache.tokens(block).iter().zip(start..start + most);
+        let equal = held.take_while(|&(&token, position)| content.tokens.get(position) == token).count();
+        if equal < least || self.pool.free() < needed + u32::from(self.pool.is_cached(block)) {
+            return None;
+        }
+        self.pool.share(block);
+        self.sources.push(block);
+        Some((block, equal))
+    }
+
+    /// Hash of everything before block `index`.
+    fn chain_before(&self, table: &BlockTable, content: Content<'_>, index: usize) -> u128 {
+        match index {
+            0 => self.chain.root(content.space),
+            _ => table.hashes[index - 1],
+        }
     }
 
     fn take_fresh(&mut self, table: &mut BlockTable, total: usize) {

@@ -1,5 +1,5 @@
 //! A model folder's safetensors files: opened once, headers checked, every tensor located and compared with what the model
-//! needs. All differences are reported in one list. Reading the tensors' bytes is `weights.rs`.
+//! needs. All differences are reported in one list. Reading the tensors' bytes is `weights`.
 //!
 //! Nothing here allocates after a length that was only read: the parser gets the mapped file and bounds itself by it.
 

@@ -83,6 +83,7 @@ impl LoadOptions {
 
     /// The weight forms that dtype and quantization mean for this model.
     pub(crate) fn weight_plan(&self, config: &ModelConfig) -> Result<WeightPlan, LoadError> {
+        self.check_calibration(config)?;
         if let Some(plan) = self.plan {
             return Ok(plan);
         }
@@ -117,6 +118,24 @@ impl LoadOptions {
 }
 
 impl LoadOptions {
+    fn check_calibration(&self, config: &ModelConfig) -> Result<(), LoadError> {
+        let Some(calibration) = &self.calibration else { return Ok(()) };
+        let refused = |value: String, cause, remedy| LoadError::Option { option: "calibrate", value, cause, remedy };
+        if calibration.tokens() < Calibration::TOKENS_MIN {
+            let cause = "fewer than 2048 tokens say too little about what a matrix will read";
+            return Err(refused(format!("{} tokens", calibration.tokens()), cause, "give a longer text"));
+        }
+        if let Some(id) = calibration.foreign_id(config.vocab_size) {
+            let cause = "the sample holds a token that the model does not have";
+            return Err(refused(format!("token {id}"), cause, "make it with the model's own tokenizer"));
+        }
+        if self.plan.is_none() && self.quantization == Quantization::None {
+            let cause = "only quantised weights are rounded for a sample";
+            return Err(refused(format!("{} tokens", calibration.tokens()), cause, "give quantization int8 or int4"));
+        }
+        Ok(())
+    }
+
     /// The plan of prepared weights, unless something else was asked for.
     pub(crate) fn agree_with(&self, prepared: &WeightPlan, config: &ModelConfig) -> Result<WeightPlan, LoadError> {
         let asked = self.plan.is_some() || self.dtype != Dtype::Auto || self.quantization != Quantization::None;

@@ -233,13 +233,20 @@ impl Scheduler {
             if may_admit {
                 self.admit(budget, Some(sequences[key].order), sequences, requests, kv);
             }
-            self.plan_chunk(key, budget, sequences, requests);
+            self.plan_chunk(key, None, budget, sequences, requests);
         }
         self.keys = prompts;
     }
 
-    /// Gives a sequence as much of the budget as it can use.
-    fn plan_chunk(&mut self, key: Key, budget: Budget, sequences: &Sequences, requests: &Requests) {
+    /// Gives a sequence as much of the budget as it can use. `copy` comes before its first token.
+    fn plan_chunk(
+        &mut self,
+        key: Key,
+        copy: Option<(u32, u32)>,
+        budget: Budget,
+        sequences: &Sequences,
+        requests: &Requests,
+    ) {
         let sequence = &sequences[key];
         let mut tokens = sequence.remaining().min(budget.tokens - self.plan.tokens);
         let mut prompt_rows = 0;
@@ -250,8 +257,10 @@ impl Scheduler {
             tokens = tokens.min(before + 1 + budget.rows.saturating_sub(taken));
             prompt_rows = tokens.saturating_sub(before + 1);
         }
+        // Whoever was just admitted computes something: `admit` looks for room first.
+        debug_assert!(tokens > 0 || copy.is_none(), "a copy that is not made leaves a hole");
         if tokens > 0 {
-            self.plan.push(Planned { sequence: key, tokens, copy: None, prompt_rows });
+            self.plan.push(Planned { sequence: key, tokens, copy, prompt_rows });
         }
     }
 
@@ -288,7 +297,7 @@ impl Scheduler {
             match kv.admit(table, content, most_cached, growth) {
                 Admission::PrefixPending => index += 1,
                 Admission::NoRoom => break,
-                Admission::Admitted { cached_tokens } => {
+                Admission::Admitted { cached_tokens, copy } => {
                     sequence.computed = cached_tokens;
                     sequence.state = State::Running;
                     if cached_tokens < sequence.prompt.len() {
@@ -301,7 +310,7 @@ impl Scheduler {
                     let order = sequence.order;
                     self.waiting.remove(order);
                     self.running.insert(order, key);
-                    self.plan_chunk(key, budget, sequences, requests);
+                    self.plan_chunk(key, copy, budget, sequences, requests);
                 }
             }
         }

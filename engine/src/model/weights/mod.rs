@@ -1,10 +1,15 @@
 //! Reads tensors from the mapped files straight into kernel layout, one tensor (or one fused group) after the other.
 //!
-//! The only place of this crate with `unsafe`: the read-only mapping of weight files. Pages are given back right after a
-//! tensor is packed, so the peak is the packed size plus one tensor. When a manifest is given, a thread hashes the same
-//! open files meanwhile; a file that changes between open and end of load is refused, so what was hashed is what serves.
-//! A file that is *truncated* while it is mapped ends the process (SIGBUS), as for every user of mmap; the supervisor
-//! reports a worker that dies while loading.
+//! Pages are given back right after a tensor is packed, so the peak is the packed size plus one tensor. When a manifest is
+//! given, a thread hashes the same open files meanwhile; a file that changes between open and end of load is refused, so
+//! what was hashed is what serves.
+
+mod mapped;
+mod rows;
+mod turned;
+
+pub use mapped::MappedFile;
+pub use rows::{Embedding, RowKind, Rows};
 
 use super::checkpoint::{Checkpoint, CheckpointError, ElementType, INDEX, TensorAt};
 use super::config::ModelConfig;
@@ -13,107 +18,11 @@ use super::parameters::parameters;
 use super::plan::Form;
 use super::prepared::{PREPARED, Prepared, Writer};
 use super::rotation::Rotation;
-use ernie_kernels::ops::embed_bf16;
 use ernie_kernels::{Arrange, Compensation, ComputedRows, Matrix, PackError, Pool, RowSource};
-use memmap2::{Advice, Mmap, UncheckedAdvice};
+use rows::floats;
 use std::collections::HashMap;
-use std::fs::{File, Metadata};
-use std::ops::Range;
-use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, OnceLock};
-
-/// A weight file: open, mapped read-only, and remembered as it was.
-#[derive(Debug)]
-pub struct MappedFile {
-    path: PathBuf,
-    name: String,
-    file: Arc<File>,
-    map: Mmap,
-    stamp: Stamp,
-}
-
-/// Identity of a file's content as the file system sees it. The change time can not be set back by a writer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Stamp {
-    length: u64,
-    modified: (i64, i64),
-    changed: (i64, i64),
-}
-
-impl Stamp {
-    fn of(meta: &Metadata) -> Self {
-        Self {
-            length: meta.len(),
-            modified: (meta.mtime(), meta.mtime_nsec()),
-            changed: (meta.ctime(), meta.ctime_nsec()),
-        }
-    }
-}
-
-impl MappedFile {
-    pub(crate) fn open(path: &Path, name: &str) -> Result<Self, CheckpointError> {
-        let read = |source| CheckpointError::Read { path: path.to_path_buf(), source };
-        let file = File::open(path).map_err(read)?;
-        let meta = file.metadata().map_err(read)?;
-        if !meta.is_file() {
-            let cause = "not a regular file".to_owned();
-            let remedy = "put the weight file itself there";
-            return Err(CheckpointError::Malformed { file: path.to_path_buf(), cause, remedy });
-        }
-        // SAFETY: the mapping is private and read-only and lives in this struct. Another process may write to the file: the
-        // bytes are then wrong, which `unchanged` reports, but they are plain numbers and headers that are bounds-checked
-        // (the header is parsed from one pass; all later ranges were checked against the mapping's length).
-        let map = unsafe { Mmap::map(&file) }.map_err(read)?;
-        Ok(Self { path: path.to_path_buf(), name: name.to_owned(), file: Arc::new(file), map, stamp: Stamp::of(&meta) })
-    }
-
-    pub(crate) fn path(&self) -> &Path {
-        &self.path
-    }
-
-    pub(crate) fn name(&self) -> &str {
-        &self.name
-    }
-
-    pub(crate) fn bytes(&self) -> &[u8] {
-        &self.map
-    }
-
-    pub(crate) fn file(&self) -> &Arc<File> {
-        &self.file
-    }
-
-    pub(crate) fn length(&self) -> u64 {
-        self.stamp.length
-    }
-
-    /// Asks the kernel to read ahead.
-    pub(super) fn expect(&self, range: &Range<usize>) {
-        // Advice only: if it fails, reading is slower.
-        let _ = self.map.advise_range(Advice::WillNeed, range.start, range.len());
-    }
-
-    /// Gives back the pages of a range that was read.
-    fn release(&self, range: &Range<usize>) {
-        // SAFETY: the mapping is a file's, shared with nobody who wrote to it: dropped pages come back from the file with
-        // the same bytes if they are read again (the edge pages, which the neighbouring tensors share).
-        let _ = unsafe { self.map.unchecked_advise_range(UncheckedAdvice::DontNeed, range.start, range.len()) };
-    }
-
-    /// Refuses a file that is not what it was when it was opened.
-    fn unchanged(&self) -> Result<(), CheckpointError> {
-        let read = |source| CheckpointError::Read { path: self.path.clone(), source };
-        let now = Stamp::of(&self.file.metadata().map_err(read)?);
-        if now == self.stamp { Ok(()) } else { Err(CheckpointError::Changed { file: self.path.clone() }) }
-    }
-}
-
-impl AsRef<[u8]> for MappedFile {
-    fn as_ref(&self) -> &[u8] {
-        &self.map
-    }
-}
+use turned::{TurnedColumns, turned_row};
 
 /// Why weights could not be brought into memory.
 #[derive(Debug, thiserror::Error)]
@@ -496,169 +405,3 @@ impl<'a> Loader<'a> {
 
 /// Between two signs that hashing goes on after everything is packed.
 const HASHING_BEAT: std::time::Duration = std::time::Duration::from_millis(5);
-
-/// Reads rows of a matrix whose inputs are the turned stream under a norm without weights.
-fn turned_row<'s>(
-    rotation: &'s Rotation,
-    norm: &'s [f32],
-    source: RowSource<'s>,
-) -> impl Fn(usize, &mut [f32]) + Sync + 's {
-    move |row, out| {
-        source.read_f32(row, out);
-        out.iter_mut().zip(norm).for_each(|(value, norm)| *value *= norm);
-        rotation.turn(out);
-    }
-}
-
-/// A matrix that writes the turned stream. Its rows mix, so it is turned as a whole, in strips of columns.
-struct TurnedColumns {
-    strips: Vec<OnceLock<Vec<f32>>>,
-}
-
-impl TurnedColumns {
-    const STRIP: usize = 32;
-
-    fn new(pool: &Pool, rotation: &Rotation, source: RowSource<'_>, columns: usize) -> Self {
-        let strips: Vec<_> = (0..columns.div_ceil(Self::STRIP)).map(|_| OnceLock::new()).collect();
-        let n = rotation.width();
-        // A job reads whole rows to use some strips of them: as many as there are threads' worth of jobs.
-        let per_job = strips.len().div_ceil(4 * pool.threads()).max(1);
-        pool.run(strips.len().div_ceil(per_job), &|job, _| {
-            let range = job * per_job..((job + 1) * per_job).min(strips.len());
-            let mut values: Vec<_> = range.clone().map(|_| Vec::with_capacity(n * Self::STRIP)).collect();
-            let mut row_values = vec![0.0; columns];
-            for row in 0..n {
-                source.read_f32(row, &mut row_values);
-                for (strip, out) in range.clone().zip(&mut values) {
-                    let start = strip * Self::STRIP;
-                    out.extend_from_slice(&row_values[start..(start + Self::STRIP).min(columns)]);
-                }
-            }
-            for (strip, mut values) in range.zip(values) {
-                let width = values.len() / n;
-                rotation.turn_columns(&mut values, width);
-                // Each strip is made by one job.
-                let _ = strips[strip].set(values);
-            }
-        });
-        Self { strips }
-    }
-
-    fn read(&self, row: usize, out: &mut [f32]) {
-        for (strip, out) in self.strips.iter().zip(out.chunks_mut(Self::STRIP)) {
-            let width = out.len();
-            out.copy_from_slice(&strip.get().expect("all strips were made")[row * width..][..width]);
-        }
-    }
-}
-
-/// An embedding as it was read: the packed head, rows for the lookup, or both.
-#[derive(Debug)]
-pub struct Embedding {
-    pub head: Option<Matrix>,
-    pub rows: Option<Rows>,
-}
-
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum RowKind {
-    Bf16,
-    F32,
-}
-
-/// Row-major embedding values.
-#[derive(Debug)]
-pub enum Rows {
-    /// Little-endian, as in the files.
-    Bf16(Vec<u8>),
-    F32(Vec<f32>),
-    /// As `Bf16`, where they lie in a prepared folder.
-    Mapped {
-        file: Arc<MappedFile>,
-        range: Range<usize>,
-    },
-}
-
-impl Rows {
-    fn read(kind: RowKind, source: RowSource<'_>) -> Self {
-        match (kind, source) {
-            (RowKind::Bf16, RowSource::Bf16(bytes)) => Self::Bf16(bytes.to_vec()),
-            (RowKind::Bf16, source) => {
-                Self::Bf16(floats(source).flat_map(|x| half::bf16::from_f32(x).to_le_bytes()).collect())
-            }
-            (RowKind::F32, source) => Self::F32(floats(source).collect()),
-        }
-    }
-
-    /// All `n` rows in the turned basis.
-    fn turned(pool: &Pool, kind: RowKind, rotation: &Rotation, source: RowSource<'_>, n: usize) -> Self {
-        let width = rotation.width();
-        let per_job = n.div_ceil(8 * pool.threads()).max(1);
-        let parts: Vec<_> = (0..n.div_ceil(per_job)).map(|_| OnceLock::new()).collect();
-        pool.run(parts.len(), &|job, _| {
-            let rows = job * per_job..((job + 1) * per_job).min(n);
-            let mut values = vec![0.0; width * rows.len()];
-            for (row, out) in rows.zip(values.chunks_exact_mut(width)) {
-                source.read_f32(row, out);
-                rotation.turn(out);
-            }
-            // Each part is made by one job.
-            let _ = parts[job].set(match kind {
-                RowKind::F32 => Self::F32(values),
-                RowKind::Bf16 => {
-                    Self::Bf16(values.iter().flat_map(|x| half::bf16::from_f32(*x).to_le_bytes()).collect())
-                }
-            });
-        });
-        let mut out = match kind {
-            RowKind::F32 => Self::F32(Vec::with_capacity(n * width)),
-            RowKind::Bf16 => Self::Bf16(Vec::with_capacity(2 * n * width)),
-        };
-        for part in parts {
-            match (&mut out, part.into_inner().expect("all parts were made")) {
-                (Self::F32(out), Self::F32(part)) => out.extend(part),
-                (Self::Bf16(out), Self::Bf16(part)) => out.extend(part),
-                _ => unreachable!("all parts are of one kind"),
-            }
-        }
-        out
-    }
-
-    pub fn bytes(&self) -> usize {
-        match self {
-            Self::Bf16(bytes) => bytes.len(),
-            Self::F32(rows) => rows.len() * 4,
-            Self::Mapped { range, .. } => range.len(),
-        }
-    }
-
-    /// The values as bytes where they are bf16; nothing where they are not.
-    pub(super) fn bf16_bytes(&self) -> &[u8] {
-        match self {
-            Self::Bf16(bytes) => bytes,
-            Self::Mapped { file, range } => &file.bytes()[range.clone()],
-            Self::F32(_) => &[],
-        }
-    }
-
-    /// The rows of `ids`, each `hidden` wide, widened into `out`.
-    pub fn gather(&self, pool: &Pool, hidden: usize, ids: &[u32], out: &mut [f32]) {
-        match self {
-            Self::Bf16(_) | Self::Mapped { .. } => embed_bf16(pool, self.bf16_bytes(), hidden, ids, out),
-            Self::F32(rows) => {
-                for (out, &id) in out.chunks_exact_mut(hidden).zip(ids) {
-                    out.copy_from_slice(&rows[id as usize * hidden..][..hidden]);
-                }
-            }
-        }
-    }
-}
-
-/// Little-endian numbers of any float type as f32.
-fn floats(source: RowSource<'_>) -> Box<dyn Iterator<Item = f32> + '_> {
-    match source {
-        RowSource::Bf16(b) => Box::new(b.chunks_exact(2).map(|b| half::bf16::from_le_bytes([b[0], b[1]]).to_f32())),
-        RowSource::F16(b) => Box::new(b.chunks_exact(2).map(|b| half::f16::from_le_bytes([b[0], b[1]]).to_f32())),
-        RowSource::F32(b) => Box::new(b.chunks_exact(4).map(|b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))),
-        RowSource::Rows(_) => unreachable!("files hold numbers, not ways to compute them"),
-    }
-}
