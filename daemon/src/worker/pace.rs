@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 const TARGET: Duration = Duration::from_millis(50);
 /// The same as a multiple of a step without prompt, where that is longer: every step reads all weights once, and a step that
 /// does little else wastes the machine.
-const TARGET_STEPS: f64 = 2.5;
+const TARGET_STEPS: f64 = 3.0;
 /// Tokens of the first measured step with a prompt; more are tried while they cost next to nothing.
 const PROBE_TOKENS: u32 = 64;
 const PROBE_TOKENS_MAX: u32 = 512;
@@ -151,13 +151,13 @@ mod tests {
         assert_eq!(Pace::begin(costs(10.0, 300.0), 2048).chunk(), 128, "40 ms of prompt");
         assert_eq!(Pace::begin(costs(4.0, 5000.0), 2048).chunk(), GRANULE, "never less than a block");
         assert_eq!(Pace::begin(costs(0.1, 0.1), 2048).chunk(), 2048, "never more than a step");
-        assert_eq!(Pace::begin(costs(32.0, 300.0), 2048).chunk(), 160, "48 ms beside a step that takes 32 by itself");
+        assert_eq!(Pace::begin(costs(32.0, 300.0), 2048).chunk(), 208, "64 ms beside a step that takes 32 by itself");
     }
 
     #[test]
     fn costs_measured_beside_other_work_recover() {
         let mut pace = Pace::begin(costs(20.0, 1200.0), 2048);
-        assert_eq!(pace.chunk(), 16);
+        assert_eq!(pace.chunk(), 32);
         for _ in 0..120 {
             pace.observe(16, 0, Duration::from_millis(10));
             pace.observe(144, 128, Duration::from_millis(48));
