@@ -97,7 +97,7 @@ pub const SETTINGS: &[Setting] = settings! {
 
     "engine.max_num_seqs" "max-num-seqs" Value("N"), "256", Workers, "most sequences in one step";
     "engine.max_num_batched_tokens" "max-num-batched-tokens" Value("N"), "2048", Workers, "most tokens in one step";
-    "engine.max_prefill_chunk" "max-prefill-chunk" Value("N"), "", Workers, "most prompt tokens in a step that also carries answers; default: as many as make a step of 50 ms, or of three times a step without prompt";
+    "engine.max_prefill_chunk" "max-prefill-chunk" Value("N"), "", Workers, "most prompt tokens in a step that also carries answers; default: as many as make a step of 80 ms, or of three times a step without prompt";
     "engine.memory_utilization" "gpu-memory-utilization" Value("FRACTION"), "0.9", Workers, "share of the memory limit that weights, workspace and KV may take together";
     "engine.kv_cache" "kv-cache-bytes" Value("SIZE"), "", Workers, "memory for KV blocks; default: chosen from free memory";
     "engine.kv_cache_dtype" "kv-cache-dtype" Value("auto|bfloat16|int8"), "auto", Workers, "number type of K and V; auto: as the weights compute; int8: half the memory of bfloat16";
