@@ -129,6 +129,30 @@ proptest! {
     }
 }
 
+/// Short K and K that ends inside a wide step, for few rows and for more than one tile.
+#[test]
+fn steps_that_do_not_fit_are_computed_all_the_same() {
+    let pool = Pool::new(1, false);
+    for (kind, act) in pairs() {
+        for k in [32, 64, 96, 160, 352] {
+            let (n, rows) = (40, 37);
+            let w = matrix(&pool, kind, act, n, k, Arrange::Concat, 21);
+            let x = random(22, rows * k, 2.0);
+            for level in levels() {
+                for rows in [1, 5, rows] {
+                    let mut acts = Acts::with_table(level, rows, k);
+                    acts.convert(&pool, act, rows, k, &x[..rows * k]);
+                    let out = store(&pool, &acts, &w);
+                    for (i, (&found, (exact, size))) in out.iter().zip(oracle(&acts, &w)).enumerate() {
+                        let near = (f64::from(found) - exact).abs() <= 4e-6 * size + 1e-6;
+                        assert!(near, "{level} {kind:?} {act:?} k {k} rows {rows} value {i}: {found} {exact}");
+                    }
+                }
+            }
+        }
+    }
+}
+
 /// The promise of the crate: a row's result has the same bits alone and in any company, on one thread and on two.
 #[test]
 fn a_row_does_not_depend_on_its_company() {

@@ -295,7 +295,8 @@ unsafe fn codes<const BITS: usize>(t: &Tile) {
     // SAFETY: the caller's contract is the kernel's.
     unsafe {
         // Steps of 64 do not fit, or there are so few rows that scaling the sums is what takes time.
-        if (!t.k.is_multiple_of(64) && stretch != 32) || (grouped && t.rows <= VECTOR_ROWS) {
+        let steps_fit = t.k.is_multiple_of(64) || (grouped && stretch == 32);
+        if !steps_fit || (grouped && t.rows <= VECTOR_ROWS) {
             return by_vectors::<BITS>(t, grouped);
         }
         match (!t.group_scales.is_null(), t.act_group < t.k) {
