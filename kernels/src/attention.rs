@@ -1,7 +1,7 @@
 //! Causal grouped-query attention over the paged cache, decode and prefill in one driver.
 //!
 //! A *tile* is a few tokens of one span times the query heads of one KV head: a decoding sequence is a tile of one token, a
-//! prefill chunk is cut into tiles of about 48 rows. Every tile walks the same chunks of 128 keys, aligned to absolute
+//! prefill chunk is cut into tiles of about 48 rows (64 with AMX). Every tile walks the same chunks of 128 keys, aligned to absolute
 //! positions, in ascending order. Every 1024 keys (a *segment*) the running softmax starts anew and the segments' results are
 //! merged in order, **always**: so a long context can be split over threads when there are few sequences, and the result
 //! does not depend on whether it was. A token's result depends on its q, the keys up to its position and the level, on

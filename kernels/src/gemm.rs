@@ -2,7 +2,8 @@
 //!
 //! Work is split over panels of weight columns, never over K, and rows are cut into even register tiles; neither changes a
 //! single bit of a row's result. A job walks blocks of rows that stay in L2, all its panels for each block, all tiles of
-//! the block for each panel: a panel comes from memory once and from L2 for the later tiles.
+//! the block for each panel: a panel comes from memory once and from L2 for the later tiles. Where a level
+//! computes faster than L2 delivers, all tiles take one part of K after the other (`k_chunk`), which then comes from L1.
 
 use std::mem::MaybeUninit;
 use std::ops::Range;

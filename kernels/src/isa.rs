@@ -138,7 +138,7 @@ pub enum IsaError {
         /// What was asked for.
         name: String,
     },
-    /// The CPU lacks the level's instructions.
+    /// The CPU lacks the level's instructions, or the kernel withholds them.
     NotAvailable {
         /// What was asked for.
         isa: Isa,
@@ -157,7 +157,11 @@ impl fmt::Display for IsaError {
                 write!(f, "{ISA_VARIABLE}={name} names no instruction-set level; use one of {names}")
             }
             IsaError::NotAvailable { isa } => {
-                write!(f, "{ISA_VARIABLE}={isa}: this CPU lacks these instructions; it has {names}")
+                write!(
+                    f,
+                    "{ISA_VARIABLE}={isa}: this machine does not offer these instructions (its CPU lacks them, or its kernel does not \
+                     let processes use them); unset the variable, or use one of {names}"
+                )
             }
         }
     }
