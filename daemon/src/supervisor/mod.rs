@@ -7,6 +7,8 @@
 mod deployment;
 mod dispatch;
 mod fleet;
+#[cfg(test)]
+mod harness;
 mod kv;
 mod liveness;
 mod observe;

@@ -1,7 +1,7 @@
 //! Swapping models with scripted workers, under paused time.
 
+use super::harness::{Ask, Fleet, read, spec, text};
 use super::scripted::{Fault, Script, ScriptedWorkers};
-use super::tests::{Ask, Fleet, read, spec, text};
 use super::*;
 use crate::model_store::{Configured, Links};
 use std::path::Path;
