@@ -91,3 +91,21 @@ async fn a_router_that_gives_no_numbers_is_said_counted_and_may_withdraw_readine
     assert!(health.text().contains("active expert"), "{}", health.text());
     Ok(())
 }
+
+#[tokio::test]
+async fn a_level_that_can_not_be_used_is_refused_at_the_start() -> Result<()> {
+    for (level, cause) in [("sse9", "names no instruction-set level"), ("neon", "does not offer")] {
+        if cfg!(target_arch = "aarch64") && level == "neon" {
+            continue;
+        }
+        let mut serve = Command::new(binary("ernied")?);
+        let output = serve.args(["serve", "--demo", "--port", "0"]).env("ERNIED_ISA", level).output().await?;
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert_eq!(output.status.code(), Some(2), "{said}");
+        assert!(
+            said.contains(&format!("ERNIED_ISA={level}")) && said.contains(cause) && said.contains("scalar"),
+            "{said}"
+        );
+    }
+    Ok(())
+}
