@@ -36,18 +36,18 @@ fn error_of(dir: &Path, name: &str) -> f64 {
 }
 
 #[test]
-fn a_turned_stream_is_the_same_model() {
-    for moe in [false, true] {
-        let dir = random_model(moe, 21);
-        let found = error_of(dir.path(), "f32-r");
-        assert!(found < 1e-4, "moe {moe}: logits off by {found}");
-    }
-    for name in GOLDEN {
-        let found = {
+fn a_turned_model_is_the_same_model() {
+    for plan in ["f32-r", "f32-rr"] {
+        for moe in [false, true] {
+            let dir = random_model(moe, 21);
+            let found = error_of(dir.path(), plan);
+            assert!(found < 1e-4, "{plan}, moe {moe}: logits off by {found}");
+        }
+        for name in GOLDEN {
             let expected = logits_of_golden(name, "f32");
-            error(&expected, &logits_of_golden(name, "f32-r"))
-        };
-        assert!(found < 1e-4, "{name}: logits off by {found}");
+            let found = error(&expected, &logits_of_golden(name, plan));
+            assert!(found < 1e-4, "{plan}, {name}: logits off by {found}");
+        }
     }
 }
 

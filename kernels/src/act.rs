@@ -5,6 +5,7 @@
 
 use crate::isa::Isa;
 use crate::memory::AlignedBuf;
+use crate::rotation::Rotation;
 use crate::table::{Form, KernelTable, MAX_TILE_ROWS, PANEL, SUM_BLOCK};
 use crate::threads::{Pool, SharedMut};
 
@@ -55,7 +56,7 @@ pub struct Acts {
 
 /// Where a job writes the rows it owns.
 #[derive(Clone, Copy)]
-pub(crate) struct RowWriter {
+pub(crate) struct RowWriter<'a> {
     table: &'static KernelTable,
     kind: ActKind,
     form: Form,
@@ -65,6 +66,8 @@ pub(crate) struct RowWriter {
     sums: SharedMut<i32>,
     staging: SharedMut<f32>,
     staging_stride: usize,
+    /// What rows go through before they are converted.
+    turn: Option<&'a Rotation>,
 }
 
 impl Acts {
@@ -193,7 +196,7 @@ impl Acts {
     }
 
     /// Sets kind and shape; the rows' contents are whatever the writer then writes.
-    pub(crate) fn begin(&mut self, kind: ActKind, rows: usize, k: usize) -> RowWriter {
+    pub(crate) fn begin(&mut self, kind: ActKind, rows: usize, k: usize) -> RowWriter<'static> {
         assert!(
             rows <= self.max_rows && k <= self.max_k,
             "acts made for {} x {} can not hold {rows} x {k}",
@@ -219,6 +222,7 @@ impl Acts {
             sums: SharedMut::new(&mut self.sums),
             staging: SharedMut::new(&mut self.staging),
             staging_stride: self.max_k,
+            turn: None,
         }
     }
 
@@ -248,10 +252,35 @@ pub(crate) struct ActView<'a> {
     pub(crate) sum_stride: usize,
 }
 
-impl RowWriter {
-    /// Whether rows can be written piece by piece: quantised rows need their largest value first.
-    pub(crate) fn piecewise(&self) -> bool {
-        matches!(self.form, Form::F32 | Form::Bf16)
+impl<'a> RowWriter<'a> {
+    /// With rows turned before they are converted.
+    pub(crate) fn turned(self, turn: Option<&'a Rotation>) -> RowWriter<'a> {
+        if let Some(rotation) = turn {
+            assert_eq!(rotation.width(), self.k, "rows are as wide as the rotation that turns them");
+        }
+        RowWriter { turn, ..self }
+    }
+
+    /// Whether rows can be written piece by piece: turned and quantised ones are needed as a whole first.
+    fn piecewise(&self) -> bool {
+        self.turn.is_none() && matches!(self.form, Form::F32 | Form::Bf16)
+    }
+
+    /// Turns and converts the staging rows, if `write_silu` left them there. Every row is written by now.
+    pub(crate) fn finish(&self, pool: &Pool, rows: usize) {
+        if self.piecewise() {
+            return;
+        }
+        for_rows(pool, rows, self.k, &|row| {
+            // SAFETY: one job per row; the GEMM that filled the staging rows is over, and the level is available.
+            unsafe {
+                let values = self.staging_row(row);
+                if let Some(rotation) = self.turn {
+                    (self.table.rows.turn)(rotation, values);
+                }
+                self.write(row, values);
+            }
+        });
     }
 
     /// Converts one whole row.
@@ -291,8 +320,8 @@ impl RowWriter {
         }
     }
 
-    /// Writes the SiLU products of a gate/up tile to the columns `at .. at + len` of the rows from `first_row` on: of a
-    /// `piecewise` form, or into the staging rows of the others.
+    /// Writes the SiLU products of a gate/up tile to the columns `at .. at + len` of the rows from `first_row` on, where they
+    /// belong or into the staging rows: `finish` ends it.
     ///
     /// # Safety
     /// As `write`, for all rows of the tile and columns below k.
@@ -303,9 +332,13 @@ impl RowWriter {
         unsafe {
             let data = self.data.get().add(first_row * stride);
             match self.form {
-                Form::F32 => (rows.silu_f32)(tile, len, data.cast::<f32>().add(at), stride / size_of::<f32>()),
-                Form::Bf16 => (rows.silu_bf16)(tile, len, data.cast::<u16>().add(at), stride / size_of::<u16>()),
-                Form::I8 | Form::I8I16 => {
+                Form::F32 if self.piecewise() => {
+                    (rows.silu_f32)(tile, len, data.cast::<f32>().add(at), stride / size_of::<f32>());
+                }
+                Form::Bf16 if self.piecewise() => {
+                    (rows.silu_bf16)(tile, len, data.cast::<u16>().add(at), stride / size_of::<u16>());
+                }
+                _ => {
                     let staging = self.staging.get().add(first_row * self.staging_stride + at);
                     (rows.silu_f32)(tile, len, staging, self.staging_stride);
                 }
@@ -317,7 +350,7 @@ impl RowWriter {
     ///
     /// # Safety
     /// As `write`.
-    pub(crate) unsafe fn staging_row<'a>(&self, row: usize) -> &'a mut [f32] {
+    pub(crate) unsafe fn staging_row<'r>(&self, row: usize) -> &'r mut [f32] {
         // SAFETY: staging holds max_rows rows of staging_stride >= k values.
         unsafe { self.staging.part(row * self.staging_stride, self.k) }
     }

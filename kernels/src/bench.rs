@@ -156,7 +156,7 @@ impl Walk {
                 let converted = Instant::now();
                 match w.arrange() {
                     Arrange::Concat => gemm(pool, &acts, w, Out::Store(&mut out)),
-                    Arrange::GateUp => gemm(pool, &acts, w, Out::SiluMul { acts: &mut next, kind }),
+                    Arrange::GateUp => gemm(pool, &acts, w, Out::SiluMul { acts: &mut next, kind, turn: None }),
                 }
                 converts.push((converted - start).as_secs_f64());
                 gemms.push(converted.elapsed().as_secs_f64());

@@ -25,7 +25,7 @@ pub(crate) enum Sink<'a> {
         stride: usize,
     },
     Silu {
-        writer: RowWriter,
+        writer: RowWriter<'a>,
     },
     ArgMax {
         best: Mutex<&'a mut [(u32, f32)]>,

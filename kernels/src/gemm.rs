@@ -8,9 +8,10 @@
 use std::mem::MaybeUninit;
 use std::ops::Range;
 
-use crate::act::{ActKind, Acts, for_rows};
+use crate::act::{ActKind, Acts};
 use crate::epilogue::{ARGMAX_ROWS, Running, Sink};
 use crate::matrix::{Arrange, Matrix, WeightKind};
+use crate::rotation::Rotation;
 use crate::table::{KernelTable, PANEL, Tile, TileKernels};
 use crate::threads::{Pool, SharedMut};
 
@@ -27,6 +28,8 @@ pub enum Out<'a> {
         acts: &'a mut Acts,
         /// What the next matrix wants.
         kind: ActKind,
+        /// Basis that the next matrix reads them in, where it is not that of the products.
+        turn: Option<&'a Rotation>,
     },
     /// Per row the lowest id of the largest product, and its value; NaN when any product of the row is not finite.
     ArgMax(&'a mut [(u32, f32)]),
@@ -50,17 +53,12 @@ pub fn gemm(pool: &Pool, acts: &Acts, w: &Matrix, out: Out<'_>) {
             assert_eq!(out.len(), rows * w.n(), "the residual holds rows x n values");
             run(pool, acts, w, &Sink::Add { out: SharedMut::new(out), stride: w.n() });
         }
-        Out::SiluMul { acts: next, kind } => {
+        Out::SiluMul { acts: next, kind, turn } => {
             assert_eq!(w.arrange(), Arrange::GateUp, "a SiLU product needs gate and up interleaved");
             assert_eq!(next.isa(), acts.isa(), "both activations are of one level");
-            let writer = next.begin(kind, rows, w.n() / 2);
+            let writer = next.begin(kind, rows, w.n() / 2).turned(turn);
             run(pool, acts, w, &Sink::Silu { writer });
-            if !writer.piecewise() {
-                for_rows(pool, rows, w.n() / 2, &|row| {
-                    // SAFETY: one job per row; the GEMM that filled the staging rows is over.
-                    unsafe { writer.write(row, writer.staging_row(row)) }
-                });
-            }
+            writer.finish(pool, rows);
         }
         Out::ArgMax(best) => {
             assert_eq!(best.len(), rows, "one maximum per row");

@@ -30,6 +30,9 @@ pub(crate) trait Lanes: Simd {
     unsafe fn power_of_two(shifted: Self::F) -> Self::F;
     /// Rounds to bf16, to nearest even, and stores `LANES` of them.
     unsafe fn store_bf16(to: *mut u16, a: Self::F);
+    /// The sum and the difference of lanes `DISTANCE` apart, at the place of the first and of the second; a power of two below
+    /// `LANES`.
+    unsafe fn butterfly<const DISTANCE: usize>(a: Self::F) -> Self::F;
     /// Pairs (x, y) turned by pairs (cos, sin): `(x cos - y sin, y cos + x sin)`.
     unsafe fn rotate(pairs: Self::F, cos_sin: Self::F) -> Self::F;
 

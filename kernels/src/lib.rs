@@ -20,6 +20,7 @@ pub mod memory;
 pub mod moe;
 pub mod ops;
 pub mod prepared;
+pub mod rotation;
 pub mod sample;
 pub mod threads;
 
@@ -45,6 +46,7 @@ pub use kv::{KvCache, KvKind};
 pub use matrix::{Arrange, ComputedRows, Matrix, PackError, RowSource, WeightKind};
 pub use memory::AlignedBuf;
 pub use moe::{MoeScratch, Routing, moe};
+pub use rotation::Rotation;
 pub use threads::Pool;
 
 #[cfg(test)]

@@ -13,6 +13,7 @@ use crate::gemm::{check, panels_per_job, run_panels};
 use crate::isa::Isa;
 use crate::matrix::{Arrange, Matrix};
 use crate::memory::AlignedBuf;
+use crate::rotation::Rotation;
 use crate::table::KernelTable;
 use crate::threads::{Pool, SharedMut};
 
@@ -124,6 +125,7 @@ impl MoeScratch {
 }
 
 /// Adds the weighted outputs of each row's experts to `x`: `x[row] += sum over j of weight_j * expert_j(normed[row])`.
+/// `turn`: the basis in which `down` reads the SiLU products, where it is not their own.
 #[allow(clippy::too_many_arguments)] // the contract between kernels and model
 pub fn moe(
     pool: &Pool,
@@ -133,6 +135,7 @@ pub fn moe(
     routing: &Routing,
     gate_up: &[Matrix],
     down: &[Matrix],
+    turn: Option<&Rotation>,
     x: &mut [f32],
 ) {
     let experts = scratch.starts.len() - 1;
@@ -151,7 +154,7 @@ pub fn moe(
     let MoeScratch { inputs, products, outputs, starts, rows: sorted, positions, active, .. } = scratch;
     inputs.gather(pool, gate_up[0].act_kind(), hidden, normed, &sorted[..choices]);
 
-    let writer = products.begin(down[0].act_kind(), choices, intermediate);
+    let writer = products.begin(down[0].act_kind(), choices, intermediate).turned(turn);
     for &expert in active.iter() {
         let w = &gate_up[expert as usize];
         check(inputs, w);
@@ -161,12 +164,7 @@ pub fn moe(
         );
     }
     run_experts(pool, inputs, gate_up, active, starts, &Sink::Silu { writer });
-    if !writer.piecewise() {
-        for_rows(pool, choices, intermediate, &|row| {
-            // SAFETY: one job per row; the GEMM that filled the staging rows is over.
-            unsafe { writer.write(row, writer.staging_row(row)) }
-        });
-    }
+    writer.finish(pool, choices);
 
     for &expert in active.iter() {
         let w = &down[expert as usize];

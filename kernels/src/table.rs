@@ -5,6 +5,7 @@
 //! tile is `gemm.rs`. Kernels of the same level differ in MR only, never in the order of a sum.
 
 use crate::isa::Isa;
+use crate::rotation::Rotation;
 
 /// Weight columns (rows of W, outputs) of one packed panel.
 pub(crate) const PANEL: usize = 32;
@@ -134,6 +135,8 @@ pub(crate) type ToI8Fn =
 pub(crate) struct RowKernels {
     /// `out[i] = src[i] * rsqrt(mean(src^2) + eps) * weight[i]`.
     pub(crate) rmsnorm: unsafe fn(src: &[f32], weight: &[f32], eps: f32, out: &mut [f32]),
+    /// Turns a row of the rotation's width.
+    pub(crate) turn: unsafe fn(rotation: &Rotation, row: &mut [f32]),
     /// Rounds to bf16, to nearest even.
     pub(crate) to_bf16: unsafe fn(src: &[f32], out: &mut [u16]),
     /// Quantises one row in groups of `group`: codes, optional i16 copy, one scale per group, running sums.

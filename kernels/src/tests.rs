@@ -246,13 +246,18 @@ fn the_other_outputs_equal_storing_first() {
                 for next in [ActKind::F32, ActKind::Bf16, ActKind::I8, ActKind::I8Group128] {
                     let (mut fused, mut plain) =
                         (Acts::with_table(level, rows, half), Acts::with_table(level, rows, half));
-                    gemm(&pool, &acts, &w, Out::SiluMul { acts: &mut fused, kind: next });
-                    plain.convert(&pool, next, rows, half, &products);
-                    assert_bits(
-                        &fused.dequantized(),
-                        &plain.dequantized(),
-                        &format!("{level} {kind:?} silu to {next:?}"),
-                    );
+                    let rotation = Rotation::new(half);
+                    let mut turned = products.clone();
+                    turned.chunks_exact_mut(half).for_each(|row| rotation.turn(row));
+                    for (turn, expected) in [(None, &products), (Some(&rotation), &turned)] {
+                        gemm(&pool, &acts, &w, Out::SiluMul { acts: &mut fused, kind: next, turn });
+                        plain.convert(&pool, next, rows, half, expected);
+                        assert_bits(
+                            &fused.dequantized(),
+                            &plain.dequantized(),
+                            &format!("{level} {kind:?} silu to {next:?}, turned {}", turn.is_some()),
+                        );
+                    }
                 }
             }
         }
@@ -384,6 +389,7 @@ fn rows_are_normed_gathered_and_converted_alike() {
 }
 
 /// A layer of experts by single GEMMs, one row and one expert at a time.
+#[allow(clippy::too_many_arguments)] // those of `moe`
 fn experts_one_by_one(
     level: &'static KernelTable,
     pool: &Pool,
@@ -391,6 +397,7 @@ fn experts_one_by_one(
     routing: &Routing,
     gate_up: &[Matrix],
     down: &[Matrix],
+    turn: Option<&Rotation>,
     x: &mut [f32],
 ) {
     let (hidden, intermediate) = (gate_up[0].k(), down[0].k());
@@ -400,7 +407,7 @@ fn experts_one_by_one(
             let expert = routing.experts[choice] as usize;
             acts.convert(pool, gate_up[expert].act_kind(), 1, hidden, normed);
             let kind = down[expert].act_kind();
-            gemm(pool, &acts, &gate_up[expert], Out::SiluMul { acts: &mut products, kind });
+            gemm(pool, &acts, &gate_up[expert], Out::SiluMul { acts: &mut products, kind, turn });
             for (x, y) in x.iter_mut().zip(store(pool, &products, &down[expert])) {
                 *x = routing.weights[choice].mul_add(y, *x);
             }
@@ -413,6 +420,7 @@ fn experts_in_one_dispatch_equal_experts_one_by_one() {
     let pools = [Pool::new(1, false), Pool::new(2, false)];
     let (experts, top_k) = (8, 3);
     for (hidden, intermediate) in [(64, 32), (256, 128)] {
+        let rotation = Rotation::new(intermediate);
         for level in levels() {
             for (kind, act) in pairs().filter(|&(kind, _)| !matches!(kind, WeightKind::Int8Group { group: 32 })) {
                 let layer = |n, k, arrange, seed: u64| -> Vec<Matrix> {
@@ -426,12 +434,14 @@ fn experts_in_one_dispatch_equal_experts_one_by_one() {
                     // Expert 5 is never chosen; expert 0 is every row's first or second.
                     let experts = (0..rows as u32).flat_map(|r| [0, 1 + r % 4, 6 + r % 2]).collect();
                     let routing = Routing { experts, weights: random(21, rows * top_k, 1.0), top_k };
-                    let mut expected = random(22, rows * hidden, 1.0);
-                    let mut x = [expected.clone(), expected.clone()];
-                    experts_one_by_one(level, &pools[0], &normed, &routing, &gate_up, &down, &mut expected);
-                    for (pool, x) in pools.iter().zip(&mut x) {
-                        moe(pool, &mut scratch, rows, &normed, &routing, &gate_up, &down, x);
-                        assert_bits(x, &expected, &format!("{level} {kind:?} {act:?} {rows} rows"));
+                    for turn in [None, Some(&rotation)] {
+                        let mut expected = random(22, rows * hidden, 1.0);
+                        let mut x = [expected.clone(), expected.clone()];
+                        experts_one_by_one(level, &pools[0], &normed, &routing, &gate_up, &down, turn, &mut expected);
+                        for (pool, x) in pools.iter().zip(&mut x) {
+                            moe(pool, &mut scratch, rows, &normed, &routing, &gate_up, &down, turn, x);
+                            assert_bits(x, &expected, &format!("{level} {kind:?} {act:?} {rows} rows"));
+                        }
                     }
                 }
             }

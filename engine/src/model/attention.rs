@@ -17,13 +17,16 @@ impl AttentionBlock {
     pub(crate) fn load(
         loader: &mut Loader<'_>,
         form: Form,
+        head_dim: usize,
         norm: &[f32],
         names: &LayerNames,
     ) -> Result<Self, WeightsError> {
         let (q, k, v) = (names.attention("q"), names.attention("k"), names.attention("v"));
+        let turn = loader.turn_inside(head_dim);
+        let turn = turn.as_deref();
         Ok(Self {
-            qkv: loader.matrix(form, Arrange::Concat, Side::Reads(norm), &[&q, &k, &v])?,
-            out: loader.matrix(form, Arrange::Concat, Side::Writes, &[&names.attention("o")])?,
+            qkv: loader.matrix(form, Arrange::Concat, Side::Reads { norm, values: turn }, &[&q, &k, &v])?,
+            out: loader.matrix(form, Arrange::Concat, Side::Writes(turn), &[&names.attention("o")])?,
         })
     }
 

@@ -11,11 +11,10 @@ use super::mlp::Mlp;
 use super::moe::{ExpertCounts, MoeBlock, MoeInput};
 use super::observer::{Observer, Op};
 use super::parameters::{EMBEDDING, FINAL_NORM, HEAD, LayerNames};
-use super::plan::WeightPlan;
-use super::rotation::Rotation;
+use super::plan::{Turn, WeightPlan};
 use super::weights::{Loader, Rows, Side, WeightsError};
 use super::workspace::Workspace;
-use ernie_kernels::{Arrange, Matrix, Out, Pool, attention, gemm, rope_append};
+use ernie_kernels::{Arrange, Matrix, Out, Pool, Rotation, attention, gemm, rope_append};
 use std::ops::Range;
 
 #[derive(Debug)]
@@ -64,14 +63,15 @@ impl Ernie {
         calibration: Option<&Calibration>,
     ) -> Result<Self, WeightsError> {
         let tied = config.tie_word_embeddings;
-        if plan.rotated {
-            loader.rotate(Rotation::new(config.hidden_size));
+        if plan.turn != Turn::Nothing {
+            loader.rotate(Rotation::new(config.hidden_size), plan.turn == Turn::All);
         }
         // A turned head has the final norm in it.
-        let norm_of_head = if plan.rotated { Some(loader.vector(FINAL_NORM)?) } else { None };
+        let norm_of_head = if plan.turn != Turn::Nothing { Some(loader.vector(FINAL_NORM)?) } else { None };
         let head_norm = norm_of_head.as_deref().unwrap_or_default();
         // A quantised head is no place to look embeddings up in: they are kept high. Nor is one with the norm in it.
-        let head_is_embedding = tied && !plan.head.is_quantized() && !plan.rotated && calibration.is_none();
+        let head_is_embedding =
+            tied && !plan.head.is_quantized() && plan.turn == Turn::Nothing && calibration.is_none();
         let keep_rows = (!head_is_embedding).then_some(plan.embedding);
         let embedding = loader.embedding(EMBEDDING, tied.then_some(plan.head), head_norm, keep_rows)?;
         let layers = match (calibration, &embedding.rows) {
@@ -87,7 +87,7 @@ impl Ernie {
         };
         let head = match embedding.head {
             Some(head) => head,
-            None => loader.matrix(plan.head, Arrange::Concat, Side::Reads(head_norm), &[HEAD])?,
+            None => loader.matrix(plan.head, Arrange::Concat, Side::reads(head_norm), &[HEAD])?,
         };
         Ok(Self { config, embedding: embedding.rows, layers, final_norm, head })
     }
@@ -167,7 +167,7 @@ impl Layer {
     ) -> Result<Self, WeightsError> {
         let names = LayerNames::new(layer);
         let input_norm = loader.vector(&names.input_norm())?;
-        let attention = AttentionBlock::load(loader, plan.linear, &input_norm, &names)?;
+        let attention = AttentionBlock::load(loader, plan.linear, config.head_dim, &input_norm, &names)?;
         let post_norm = loader.vector(&names.post_norm())?;
         let feed_forward = match &config.moe {
             Some(moe) if config.is_moe_layer(layer) => {

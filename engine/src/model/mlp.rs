@@ -4,12 +4,15 @@ use super::observer::{Observer, Op};
 use super::parameters::linear;
 use super::plan::Form;
 use super::weights::{Loader, Side, WeightsError};
-use ernie_kernels::{Acts, Arrange, Matrix, Out, Pool, gemm};
+use ernie_kernels::{Acts, Arrange, Matrix, Out, Pool, Rotation, gemm};
+use std::sync::Arc;
 
 #[derive(Debug)]
 pub struct Mlp {
     pub(crate) gate_up: Matrix,
     pub(crate) down: Matrix,
+    /// Basis that `down` reads in, where it is not that of the products.
+    pub(crate) turn: Option<Arc<Rotation>>,
 }
 
 impl Mlp {
@@ -21,10 +24,11 @@ impl Mlp {
         prefix: &str,
     ) -> Result<Self, WeightsError> {
         let names = (linear(prefix, "gate"), linear(prefix, "up"));
-        Ok(Self {
-            gate_up: loader.matrix(gate_up, Arrange::GateUp, Side::Reads(norm), &[&names.0, &names.1])?,
-            down: loader.matrix(down, Arrange::Concat, Side::Writes, &[&linear(prefix, "down")])?,
-        })
+        let gate_up = loader.matrix(gate_up, Arrange::GateUp, Side::reads(norm), &[&names.0, &names.1])?;
+        let turn = loader.turn_inside(gate_up.n() / 2);
+        let side = Side::Writes(turn.as_deref());
+        let down = loader.matrix(down, Arrange::Concat, side, &[&linear(prefix, "down")])?;
+        Ok(Self { gate_up, down, turn })
     }
 
     pub(crate) fn bytes(&self) -> usize {
@@ -40,7 +44,8 @@ impl Mlp {
         x: &mut [f32],
         observer: &mut impl Observer,
     ) {
-        gemm(pool, acts, &self.gate_up, Out::SiluMul { acts: inner, kind: self.down.act_kind() });
+        let (kind, turn) = (self.down.act_kind(), self.turn.as_deref());
+        gemm(pool, acts, &self.gate_up, Out::SiluMul { acts: inner, kind, turn });
         observer.after(Op::GateUp);
         gemm(pool, inner, &self.down, Out::Add(x));
         observer.after(Op::Down);

@@ -16,7 +16,6 @@ pub mod observer;
 pub mod parameters;
 pub mod plan;
 pub mod prepared;
-pub mod rotation;
 pub mod weights;
 pub mod workspace;
 
@@ -27,6 +26,6 @@ pub use digest::Manifest;
 pub use ernie::Ernie;
 pub use inspect::{Finding, Inspection, TensorClass, inspect};
 pub use observer::{Observer, Op};
-pub use plan::{Form, WeightPlan};
+pub use plan::{Form, Turn, WeightPlan};
 pub use prepared::{Prepared, Writer};
 pub use weights::WeightsError;

@@ -10,7 +10,8 @@ use super::plan::WeightPlan;
 use super::weights::{Loader, WeightsError};
 use super::workspace::MoeWorkspace;
 use ernie_kernels::ops::route;
-use ernie_kernels::{Acts, Matrix, Pool, Routing, moe};
+use ernie_kernels::{Acts, Matrix, Pool, Rotation, Routing, moe};
+use std::sync::Arc;
 
 #[derive(Debug)]
 pub struct MoeBlock {
@@ -20,6 +21,8 @@ pub struct MoeBlock {
     pub(crate) norm_min: f32,
     pub(crate) gate_up: Vec<Matrix>,
     pub(crate) down: Vec<Matrix>,
+    /// As in [`Mlp`], of all experts.
+    pub(crate) turn: Option<Arc<Rotation>>,
     pub(crate) shared: Option<Mlp>,
 }
 
@@ -38,18 +41,19 @@ impl MoeBlock {
         norm: &[f32],
         names: &LayerNames,
     ) -> Result<Self, WeightsError> {
-        let (mut gate_up, mut down) = (Vec::new(), Vec::new());
+        let (mut gate_up, mut down, mut turn) = (Vec::new(), Vec::new(), None);
         for expert in 0..config.num_experts {
             let expert = Mlp::load(loader, (plan.experts, plan.experts_down), norm, &names.expert(expert))?;
             gate_up.push(expert.gate_up);
             down.push(expert.down);
+            turn = expert.turn;
         }
         let shared = match config.num_shared_experts {
             0 => None,
             _ => Some(Mlp::load(loader, (plan.linear, plan.down), norm, &names.shared_experts())?),
         };
         let (gate, bias) = (loader.reader(&names.router(), norm)?, loader.vector(&names.router_bias())?);
-        Ok(Self { gate, bias, norm_min: config.norm_min, gate_up, down, shared })
+        Ok(Self { gate, bias, norm_min: config.norm_min, gate_up, down, turn, shared })
     }
 
     pub(crate) fn bytes(&self) -> usize {
@@ -80,7 +84,7 @@ impl MoeBlock {
         counts.count(layer, routing, input.rows);
         observer.routed(layer, routing, input.rows);
         observer.after(Op::Router);
-        moe(pool, scratch, input.rows, input.normed, routing, &self.gate_up, &self.down, x);
+        moe(pool, scratch, input.rows, input.normed, routing, &self.gate_up, &self.down, self.turn.as_deref(), x);
         observer.after(Op::Experts);
         if let Some(shared) = &self.shared {
             shared.forward(pool, input.acts, inner, x, observer);

@@ -41,8 +41,18 @@ pub struct WeightPlan {
     /// Values of the embedding when it is not looked up in the packed head.
     pub embedding: RowKind,
     pub kv: KvKind,
-    /// Whether the residual stream is turned so that no channel stands out (`rotation.rs`).
-    pub rotated: bool,
+    pub turn: Turn,
+}
+
+/// What is turned so that no channel stands out (`ernie_kernels::rotation`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Turn {
+    #[default]
+    Nothing,
+    /// The residual stream: costs nothing at run time.
+    Stream,
+    /// Also values, head by head, which costs nothing either, and inputs of down projections, in every step.
+    All,
 }
 
 impl WeightPlan {
@@ -54,7 +64,16 @@ impl WeightPlan {
     pub fn uniform(kind: WeightKind) -> Self {
         let form = Form::from(kind);
         let (embedding, kv) = (RowKind::Bf16, KvKind::Bf16);
-        Self { linear: form, down: form, experts: form, experts_down: form, head: form, embedding, kv, rotated: false }
+        Self {
+            linear: form,
+            down: form,
+            experts: form,
+            experts_down: form,
+            head: form,
+            embedding,
+            kv,
+            turn: Turn::Nothing,
+        }
     }
 
     /// All quantised parts with grouped activation scales.
@@ -72,9 +91,8 @@ impl WeightPlan {
         Self { down: self.down.grouped(), experts_down: self.experts_down.grouped(), ..self }
     }
 
-    /// With a turned residual stream.
-    pub fn rotated(self) -> Self {
-        Self { rotated: true, ..self }
+    pub fn turned(self, turn: Turn) -> Self {
+        Self { turn, ..self }
     }
 
     pub fn with_head(self, head: impl Into<Form>) -> Self {
@@ -93,7 +111,7 @@ impl WeightPlan {
 
     /// Reads a measurement's plan: a kind (`f32 bf16 int8 int8g128 int4g32 int4g64 int4g128`, the int4 ones also with `zp`),
     /// then any of `-ag` (grouped activation scales everywhere), `-dg` (in down projections), `-h16` (bf16 head), `-r`
-    /// (turned residual stream), `-kv8` (8-bit K and V). The head of int4 has 8 bits.
+    /// (turned residual stream), `-rr` (all turned), `-kv8` (8-bit K and V). The head of int4 has 8 bits.
     pub fn parse(name: &str) -> Option<Self> {
         let mut parts = name.split('-');
         let kind = parts.next()?;
@@ -116,7 +134,8 @@ impl WeightPlan {
             plan = match part {
                 "ag" => plan.grouped(),
                 "dg" => plan.grouped_down(),
-                "r" => plan.rotated(),
+                "r" => plan.turned(Turn::Stream),
+                "rr" => plan.turned(Turn::All),
                 "h16" => plan.with_head(WeightKind::Bf16),
                 "kv8" => Self { kv: KvKind::Int8, ..plan },
                 _ => return None,

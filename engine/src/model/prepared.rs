@@ -10,7 +10,7 @@
 //! hands the same things out again, by the same names. Every length is checked against the file before it is used.
 
 use super::checkpoint::CheckpointError;
-use super::plan::{Form, WeightPlan};
+use super::plan::{Form, Turn, WeightPlan};
 use super::weights::{MappedFile, RowKind, Rows, WeightsError};
 use ernie_kernels::memory::MappedBytes;
 use ernie_kernels::{ActKind, Arrange, KvKind, Matrix, WeightKind};
@@ -67,6 +67,9 @@ struct Plan {
     /// Whether the residual stream is turned.
     #[serde(default)]
     rotated: bool,
+    /// Whether values and inputs of down projections are turned too.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    turned_inside: bool,
 }
 
 impl Plan {
@@ -86,7 +89,8 @@ impl Plan {
                 KvKind::F32 => "f32".to_owned(),
                 KvKind::Int8 => "int8".to_owned(),
             },
-            rotated: plan.rotated,
+            rotated: plan.turn != Turn::Nothing,
+            turned_inside: plan.turn == Turn::All,
         }
     }
 
@@ -108,7 +112,12 @@ impl Plan {
                 "int8" => KvKind::Int8,
                 _ => return None,
             },
-            rotated: self.rotated,
+            turn: match (self.rotated, self.turned_inside) {
+                (false, false) => Turn::Nothing,
+                (true, false) => Turn::Stream,
+                (true, true) => Turn::All,
+                (false, true) => return None,
+            },
         })
     }
 }
@@ -408,7 +417,7 @@ mod tests {
 
     #[test]
     fn plans_survive_being_written_down() {
-        for name in ["f32", "bf16", "int8-ag", "int8g32", "int4g128-ag", "int4g64zp-dg-h16"] {
+        for name in ["f32", "bf16", "int8-ag", "int8g32", "int4g128-ag", "int4g64zp-dg-h16", "int8-r", "int8-rr"] {
             let plan = WeightPlan::parse(name).expect("a plan");
             assert_eq!(Plan::of(&plan).read(), Some(plan), "{name}");
         }

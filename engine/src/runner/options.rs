@@ -3,7 +3,7 @@
 
 use crate::model::config::{ConfigDtype, ConfigError, ModelConfig};
 use crate::model::weights::WeightsError;
-use crate::model::{Calibration, CheckpointError, Manifest, WeightPlan};
+use crate::model::{Calibration, CheckpointError, Manifest, Turn, WeightPlan};
 use ernie_kernels::{KvCache, KvKind, WeightKind};
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -105,13 +105,13 @@ impl LoadOptions {
                 })
             }
             // Turning the stream leaves no outliers for activations to suffer from (docs/quantization.md).
-            Quantization::Int8 => Ok(WeightPlan::uniform(INT8).grouped().rotated()),
+            Quantization::Int8 => Ok(WeightPlan::uniform(WeightKind::Int8).turned(Turn::All)),
             // The head decides between close tokens; 8 bits cost it little time and keep its order. Four bits rounded for
             // themselves do not bear the turn, rounded for their inputs they gain by it.
             Quantization::Int4 => {
                 let small = config.parameters() < INT4_LARGE;
                 let plan = WeightPlan::uniform(if small { INT4 } else { INT4_OF_LARGE }).with_head(INT8).grouped();
-                Ok(if self.calibration.is_some() { plan.rotated() } else { plan })
+                Ok(if self.calibration.is_some() { plan.turned(Turn::Stream) } else { plan })
             }
         }
     }

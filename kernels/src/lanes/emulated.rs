@@ -51,6 +51,9 @@ impl Lanes for Wide {
             unsafe { to.add(i).write(bf16_bits(x) as u16) };
         }
     }
+    unsafe fn butterfly<const DISTANCE: usize>(a: [f32; 16]) -> [f32; 16] {
+        std::array::from_fn(|i| if i & DISTANCE == 0 { a[i] + a[i ^ DISTANCE] } else { a[i ^ DISTANCE] - a[i] })
+    }
     unsafe fn rotate(pairs: [f32; 16], cos_sin: [f32; 16]) -> [f32; 16] {
         std::array::from_fn(|i| {
             let (cos, sin, other) = (cos_sin[i & !1], cos_sin[i | 1], pairs[i ^ 1]);

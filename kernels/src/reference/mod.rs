@@ -10,6 +10,7 @@ pub(crate) mod rows;
 pub(crate) mod scan;
 
 use crate::isa::Isa;
+use crate::rotation::Rotation;
 use crate::table::{Form, KernelTable, PeakKernels, RowKernels};
 
 pub(crate) static TABLE: KernelTable = KernelTable {
@@ -23,6 +24,7 @@ pub(crate) static TABLE: KernelTable = KernelTable {
     i4: matmul::I4,
     rows: RowKernels {
         rmsnorm: rows::rmsnorm,
+        turn: Rotation::turn,
         to_bf16: rows::to_bf16,
         to_i8: rows::to_i8,
         silu_f32: rows::silu_f32,

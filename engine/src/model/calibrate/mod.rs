@@ -14,7 +14,7 @@ use super::weights::{Loader, Rows, Side, WeightsError};
 use super::workspace::Workspace;
 use ernie_kernels::ops::route;
 use ernie_kernels::{
-    ActKind, Acts, Arrange, Compensation, KvCache, Matrix, Out, Pool, RopeTable, RowSource, Span, WeightKind,
+    ActKind, Acts, Arrange, Compensation, KvCache, Matrix, Out, Pool, RopeTable, Rotation, RowSource, Span, WeightKind,
     attention, gemm, rope_append,
 };
 
@@ -174,7 +174,8 @@ impl<'a> Calibrator<'a> {
     ) -> Result<AttentionBlock, WeightsError> {
         let inputs = self.normed_gram(left).compensation(self.pool);
         let (q, k, v) = (names.attention("q"), names.attention("k"), names.attention("v"));
-        let side = Side::Reads(norm);
+        let turn = loader.turn_inside(self.config.head_dim);
+        let side = Side::Reads { norm, values: turn.as_deref() };
         let qkv = loader.matrix_for(self.plan.linear, Arrange::Concat, side, &[&q, &k, &v], inputs.as_ref())?;
         self.attend(&qkv, left);
 
@@ -183,7 +184,8 @@ impl<'a> Calibrator<'a> {
         gram.add(self.pool, &self.attended);
         let inputs = gram.compensation(self.pool);
         let name = names.attention("o");
-        let out = loader.matrix_for(self.plan.linear, Arrange::Concat, Side::Writes, &[&name], inputs.as_ref())?;
+        let side = Side::Writes(turn.as_deref());
+        let out = loader.matrix_for(self.plan.linear, Arrange::Concat, side, &[&name], inputs.as_ref())?;
         let hidden = self.config.hidden_size;
         let acts = &mut self.workspace.acts;
         for (x, attended) in self.x.chunks_mut(CHUNK * hidden).zip(self.attended.chunks(CHUNK * width)) {
@@ -264,19 +266,21 @@ impl<'a> Calibrator<'a> {
         inputs: Option<&Compensation>,
     ) -> Result<Mlp, WeightsError> {
         let (gate, up) = (linear(prefix, "gate"), linear(prefix, "up"));
-        let gate_up = loader.matrix_for(gate_up, Arrange::GateUp, Side::Reads(norm), &[&gate, &up], inputs)?;
+        let gate_up = loader.matrix_for(gate_up, Arrange::GateUp, Side::reads(norm), &[&gate, &up], inputs)?;
         let (hidden, eps) = (self.config.hidden_size, self.config.rms_norm_eps);
+        let turn = loader.turn_inside(gate_up.n() / 2);
         let mut gram = Gram::new(gate_up.n() / 2);
         let Workspace { acts, inner, .. } = &mut self.workspace;
         for x in self.x.chunks(CHUNK * hidden) {
             acts.rmsnorm(self.pool, gate_up.act_kind(), x.len() / hidden, hidden, x, left, eps, None);
-            gemm(self.pool, acts, &gate_up, Out::SiluMul { acts: inner, kind: ActKind::F32 });
+            gemm(self.pool, acts, &gate_up, products(inner, turn.as_deref()));
             gram.add(self.pool, &inner.values());
         }
         let inputs = gram.compensation(self.pool);
         let name = linear(prefix, "down");
-        let down = loader.matrix_for(down, Arrange::Concat, Side::Writes, &[&name], inputs.as_ref())?;
-        Ok(Mlp { gate_up, down })
+        let side = Side::Writes(turn.as_deref());
+        let down = loader.matrix_for(down, Arrange::Concat, side, &[&name], inputs.as_ref())?;
+        Ok(Mlp { gate_up, down, turn })
     }
 
     fn experts(
@@ -297,10 +301,11 @@ impl<'a> Calibrator<'a> {
         norm_rows(self.pool, &mut self.workspace.acts, &self.x, left, eps, &mut normed);
         let chosen = self.route(&normed, &gate, &bias, config);
         let (mut gate_up, mut down) = (Vec::new(), Vec::new());
+        let turn = loader.turn_inside(config.intermediate_size);
         for (expert, rows) in chosen.iter().enumerate() {
             let prefix = names.expert(expert);
             let pair = (linear(&prefix, "gate"), linear(&prefix, "up"));
-            let side = Side::Reads(norm);
+            let side = Side::reads(norm);
             let first =
                 loader.matrix_for(self.plan.experts, Arrange::GateUp, side, &[&pair.0, &pair.1], inputs.as_ref())?;
             let mut gram = Gram::new(config.intermediate_size);
@@ -308,13 +313,14 @@ impl<'a> Calibrator<'a> {
             let mut inner = Acts::new(CHUNK, config.intermediate_size);
             for rows in rows.chunks(CHUNK) {
                 acts.gather(self.pool, first.act_kind(), hidden, &normed, rows);
-                gemm(self.pool, acts, &first, Out::SiluMul { acts: &mut inner, kind: ActKind::F32 });
+                gemm(self.pool, acts, &first, products(&mut inner, turn.as_deref()));
                 gram.add(self.pool, &inner.values());
             }
             let seen = gram.compensation(self.pool);
             let name = linear(&prefix, "down");
             let form = self.plan.experts_down;
-            down.push(loader.matrix_for(form, Arrange::Concat, Side::Writes, &[&name], seen.as_ref())?);
+            let side = Side::Writes(turn.as_deref());
+            down.push(loader.matrix_for(form, Arrange::Concat, side, &[&name], seen.as_ref())?);
             gate_up.push(first);
         }
         drop(normed);
@@ -325,7 +331,7 @@ impl<'a> Calibrator<'a> {
                 Some(self.one_mlp(loader, forms, norm, left, &names.shared_experts(), inputs.as_ref())?)
             }
         };
-        let block = MoeBlock { gate, bias, norm_min: config.norm_min, gate_up, down, shared };
+        let block = MoeBlock { gate, bias, norm_min: config.norm_min, gate_up, down, turn, shared };
         let Workspace { acts, inner, moe, normed, .. } = &mut self.workspace;
         let moe = moe.as_mut().expect("a model with MoE layers has a MoE workspace");
         for x in self.x.chunks_mut(CHUNK * hidden) {
@@ -352,6 +358,11 @@ impl<'a> Calibrator<'a> {
         }
         chosen
     }
+}
+
+/// SiLU products as a down projection reads them, in f32.
+fn products<'a>(acts: &'a mut Acts, turn: Option<&'a Rotation>) -> Out<'a> {
+    Out::SiluMul { acts, kind: ActKind::F32, turn }
 }
 
 /// RMS norm of rows of `norm.len()` values, in f32.

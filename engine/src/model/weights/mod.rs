@@ -17,11 +17,11 @@ use super::digest::{Hashing, Manifest};
 use super::parameters::parameters;
 use super::plan::Form;
 use super::prepared::{PREPARED, Prepared, Writer};
-use super::rotation::Rotation;
-use ernie_kernels::{Arrange, Compensation, ComputedRows, Matrix, PackError, Pool, RowSource};
+use ernie_kernels::{Arrange, Compensation, ComputedRows, Matrix, PackError, Pool, Rotation, RowSource};
 use rows::floats;
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use turned::{TurnedColumns, turned_row};
 
 /// Why weights could not be brought into memory.
@@ -44,10 +44,17 @@ pub enum WeightsError {
 /// Where a matrix stands to the residual stream; tells what to do with it when the stream is turned.
 #[derive(Debug, Clone, Copy)]
 pub enum Side<'n> {
-    /// Reads the stream through an RMS norm with these weights.
-    Reads(&'n [f32]),
-    /// Adds to the stream.
-    Writes,
+    /// Reads the stream through an RMS norm with the weights `norm`. `values` turns the outputs of the last part, group by
+    /// group.
+    Reads { norm: &'n [f32], values: Option<&'n Rotation> },
+    /// Adds to the stream. The rotation turns what it reads, group by group.
+    Writes(Option<&'n Rotation>),
+}
+
+impl<'n> Side<'n> {
+    pub fn reads(norm: &'n [f32]) -> Self {
+        Self::Reads { norm, values: None }
+    }
 }
 
 /// What tensors become.
@@ -64,6 +71,8 @@ pub struct Loader<'a> {
     pool: &'a Pool,
     /// Basis of the residual stream, where it is not the checkpoint's.
     rotation: Option<Rotation>,
+    /// Whether values and inputs of down projections are turned too.
+    turns_inside: bool,
     checkpoint: Checkpoint,
     remaining: HashMap<String, TensorAt>,
     /// Instead of the checkpoint's tensors.
@@ -139,6 +148,7 @@ impl<'a> Loader<'a> {
             checkpoint,
             remaining,
             rotation: None,
+            turns_inside: false,
             prepared: None,
             writer: None,
             bytes_done: 0,
@@ -172,6 +182,7 @@ impl<'a> Loader<'a> {
             remaining: HashMap::new(),
             bytes_total: prepared.bytes(),
             rotation: None,
+            turns_inside: false,
             prepared: Some(Source { prepared, shapes }),
             writer: None,
             bytes_done: 0,
@@ -196,9 +207,15 @@ impl<'a> Loader<'a> {
         (self.progress)(self.bytes_done + hashed, self.bytes_total + to_hash);
     }
 
-    /// From now on matrices are turned so that they work on a residual stream in this basis.
-    pub fn rotate(&mut self, rotation: Rotation) {
-        self.rotation = Some(rotation);
+    /// From now on matrices are turned so that they work on a residual stream in this basis; with `inside` also on turned
+    /// values and products.
+    pub fn rotate(&mut self, rotation: Rotation, inside: bool) {
+        (self.rotation, self.turns_inside) = (Some(rotation), inside);
+    }
+
+    /// What turns values, or products, in groups of `width`.
+    pub fn turn_inside(&self, width: usize) -> Option<Arc<Rotation>> {
+        self.turns_inside.then(|| Arc::new(Rotation::new(width)))
     }
 
     pub fn pool(&self) -> &'a Pool {
@@ -263,14 +280,26 @@ impl<'a> Loader<'a> {
         let heights = || parts.iter().map(|t| t.shape[0]);
         match (&self.rotation, side) {
             (None, _) => pack(&sources),
-            (Some(rotation), Side::Reads(norm)) => {
+            (Some(rotation), Side::Reads { norm, values }) => {
+                let last = sources.len() - 1;
+                let turned = values.map(|values| {
+                    TurnedColumns::new(self.pool, values, None, sources[last], (parts[last].shape[0], columns))
+                });
+                let read_turned = turned.as_ref().map(|turned| |row: usize, out: &mut [f32]| turned.read(row, out));
+                let mut sources = sources;
+                if let Some(read) = &read_turned {
+                    sources[last] = RowSource::Rows(ComputedRows { n: parts[last].shape[0], read });
+                }
                 let reads: Vec<_> = sources.iter().map(|source| turned_row(rotation, norm, *source)).collect();
                 let rows = |(n, read)| RowSource::Rows(ComputedRows { n, read: read as _ });
                 pack(&heights().zip(&reads).map(rows).collect::<Vec<_>>())
             }
-            (Some(rotation), Side::Writes) => {
-                let turned: Vec<_> =
-                    sources.iter().map(|source| TurnedColumns::new(self.pool, rotation, *source, columns)).collect();
+            (Some(rotation), Side::Writes(inputs)) => {
+                let turned: Vec<_> = sources
+                    .iter()
+                    .zip(heights())
+                    .map(|(source, n)| TurnedColumns::new(self.pool, rotation, inputs, *source, (n, columns)))
+                    .collect();
                 let reads: Vec<_> =
                     turned.iter().map(|t| move |row: usize, out: &mut [f32]| t.read(row, out)).collect();
                 let rows = |(n, read)| RowSource::Rows(ComputedRows { n, read: read as _ });
@@ -355,7 +384,7 @@ impl<'a> Loader<'a> {
         let tensor = self.claim(name)?;
         let head = match head {
             Some(form) => {
-                let target = Target { form, arrange: Arrange::Concat, side: Side::Reads(norm), inputs: None };
+                let target = Target { form, arrange: Arrange::Concat, side: Side::reads(norm), inputs: None };
                 Some(self.pack(target, name, std::slice::from_ref(&tensor))?)
             }
             None => None,

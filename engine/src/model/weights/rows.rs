@@ -1,9 +1,8 @@
 //! Embedding rows, as they are looked up: row-major, in 16 or 32 bits, in memory or where they lie in a prepared folder.
 
-use super::super::rotation::Rotation;
 use super::mapped::MappedFile;
 use ernie_kernels::ops::embed_bf16;
-use ernie_kernels::{Matrix, Pool, RowSource};
+use ernie_kernels::{Matrix, Pool, Rotation, RowSource};
 use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 

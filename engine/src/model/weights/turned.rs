@@ -1,7 +1,6 @@
 //! Matrices for a turned residual stream, while they are read: those that read it row by row, those that write it as a whole.
 
-use super::super::rotation::Rotation;
-use ernie_kernels::{Pool, RowSource};
+use ernie_kernels::{Pool, Rotation, RowSource};
 use std::sync::OnceLock;
 
 /// Reads rows of a matrix whose inputs are the turned stream under a norm without weights.
@@ -17,7 +16,8 @@ pub(super) fn turned_row<'s>(
     }
 }
 
-/// A matrix that writes the turned stream. Its rows mix, so it is turned as a whole, in strips of columns.
+/// A matrix whose outputs are turned, all together or in groups of the rotation's width. Its rows mix, so it is turned as a
+/// whole, in strips of columns.
 pub(super) struct TurnedColumns {
     strips: Vec<OnceLock<Vec<f32>>>,
 }
@@ -25,9 +25,15 @@ pub(super) struct TurnedColumns {
 impl TurnedColumns {
     const STRIP: usize = 32;
 
-    pub(super) fn new(pool: &Pool, rotation: &Rotation, source: RowSource<'_>, columns: usize) -> Self {
+    /// Of `n` rows. `inputs` turns what the matrix reads, in groups of its width.
+    pub(super) fn new(
+        pool: &Pool,
+        rotation: &Rotation,
+        inputs: Option<&Rotation>,
+        source: RowSource<'_>,
+        (n, columns): (usize, usize),
+    ) -> Self {
         let strips: Vec<_> = (0..columns.div_ceil(Self::STRIP)).map(|_| OnceLock::new()).collect();
-        let n = rotation.width();
         // A job reads whole rows to use some strips of them: as many as there are threads' worth of jobs.
         let per_job = strips.len().div_ceil(4 * pool.threads()).max(1);
         pool.run(strips.len().div_ceil(per_job), &|job, _| {
@@ -36,6 +42,9 @@ impl TurnedColumns {
             let mut row_values = vec![0.0; columns];
             for row in 0..n {
                 source.read_f32(row, &mut row_values);
+                if let Some(inputs) = inputs {
+                    row_values.chunks_exact_mut(inputs.width()).for_each(|group| inputs.turn(group));
+                }
                 for (strip, out) in range.clone().zip(&mut values) {
                     let start = strip * Self::STRIP;
                     out.extend_from_slice(&row_values[start..(start + Self::STRIP).min(columns)]);
@@ -43,7 +52,8 @@ impl TurnedColumns {
             }
             for (strip, mut values) in range.zip(values) {
                 let width = values.len() / n;
-                rotation.turn_columns(&mut values, width);
+                let groups = values.chunks_exact_mut(rotation.width() * width);
+                groups.for_each(|group| rotation.turn_columns(group, width));
                 // Each strip is made by one job.
                 let _ = strips[strip].set(values);
             }

@@ -76,6 +76,23 @@ impl Lanes for Avx2 {
         }
     }
     #[inline(always)]
+    unsafe fn butterfly<const DISTANCE: usize>(a: __m256) -> __m256 {
+        unsafe {
+            let other = match DISTANCE {
+                1 => _mm256_permute_ps::<0b1011_0001>(a),
+                2 => _mm256_permute_ps::<0b0100_1110>(a),
+                4 => _mm256_permute2f128_ps::<0x01>(a, a),
+                _ => unreachable!(),
+            };
+            let (sum, difference) = (_mm256_add_ps(a, other), _mm256_sub_ps(other, a));
+            match DISTANCE {
+                1 => _mm256_blend_ps::<0b1010_1010>(sum, difference),
+                2 => _mm256_blend_ps::<0b1100_1100>(sum, difference),
+                _ => _mm256_blend_ps::<0b1111_0000>(sum, difference),
+            }
+        }
+    }
+    #[inline(always)]
     unsafe fn rotate(pairs: __m256, cos_sin: __m256) -> __m256 {
         unsafe {
             let (cos, sin) = (_mm256_moveldup_ps(cos_sin), _mm256_movehdup_ps(cos_sin));

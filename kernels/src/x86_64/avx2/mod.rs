@@ -12,6 +12,7 @@ pub(crate) mod simd;
 
 use crate::isa::Isa;
 use crate::reference::rows;
+use crate::rotation::{Rotation, turn_row};
 use crate::table::{Form, KernelTable, PANEL, RowKernels, Tile, TileFn, TileKernels};
 use crate::tiles::{self, DotI4, DotI8};
 use integer::{PairI8, WideI4};
@@ -83,11 +84,18 @@ pub(crate) static AVX_VNNI: KernelTable = KernelTable {
 };
 
 /// The portable row operations, compiled for 256-bit vectors: the same bits, vectorised.
-const ROWS: RowKernels = RowKernels { rmsnorm, to_bf16, to_i8, silu_f32, silu_bf16, store, add, row_max, add_scaled };
+const ROWS: RowKernels =
+    RowKernels { rmsnorm, turn, to_bf16, to_i8, silu_f32, silu_bf16, store, add, row_max, add_scaled };
 
 #[target_feature(enable = "avx2,fma")]
 unsafe fn rmsnorm(src: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     rows::rmsnorm(src, weight, eps, out);
+}
+
+#[target_feature(enable = "avx2,fma")]
+unsafe fn turn(rotation: &Rotation, row: &mut [f32]) {
+    // SAFETY: the level is available.
+    unsafe { turn_row::<Avx2>(rotation, row) }
 }
 
 #[target_feature(enable = "avx2,fma")]

@@ -1,8 +1,10 @@
 //! GEMM tables of the AVX-512 levels.
 
 use super::peaks;
+use super::simd::Avx512;
 use crate::isa::Isa;
 use crate::reference::rows;
+use crate::rotation::{Rotation, turn_row};
 use crate::table::{Form, KernelTable, PANEL, RowKernels};
 
 mod plain {
@@ -48,11 +50,18 @@ pub(crate) static AVX512_BF16: KernelTable = KernelTable {
 };
 
 /// The portable row operations, compiled for 512-bit vectors: the same bits, vectorised.
-const ROWS: RowKernels = RowKernels { rmsnorm, to_bf16, to_i8, silu_f32, silu_bf16, store, add, row_max, add_scaled };
+const ROWS: RowKernels =
+    RowKernels { rmsnorm, turn, to_bf16, to_i8, silu_f32, silu_bf16, store, add, row_max, add_scaled };
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,fma")]
 unsafe fn rmsnorm(src: &[f32], weight: &[f32], eps: f32, out: &mut [f32]) {
     rows::rmsnorm(src, weight, eps, out);
+}
+
+#[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,fma")]
+unsafe fn turn(rotation: &Rotation, row: &mut [f32]) {
+    // SAFETY: the level is available.
+    unsafe { turn_row::<Avx512>(rotation, row) }
 }
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,fma")]

@@ -71,6 +71,19 @@ macro_rules! lanes_512 {
                 unsafe { $store_bf16(to, a) }
             }
             #[inline(always)]
+            unsafe fn butterfly<const DISTANCE: usize>(a: __m512) -> __m512 {
+                unsafe {
+                    let (other, second) = match DISTANCE {
+                        1 => (_mm512_permute_ps::<0b1011_0001>(a), 0xaaaa),
+                        2 => (_mm512_permute_ps::<0b0100_1110>(a), 0xcccc),
+                        4 => (_mm512_shuffle_f32x4::<0b1011_0001>(a, a), 0xf0f0),
+                        8 => (_mm512_shuffle_f32x4::<0b0100_1110>(a, a), 0xff00),
+                        _ => unreachable!(),
+                    };
+                    _mm512_mask_sub_ps(_mm512_add_ps(a, other), second, other, a)
+                }
+            }
+            #[inline(always)]
             unsafe fn rotate(pairs: __m512, cos_sin: __m512) -> __m512 {
                 unsafe {
                     let (cos, sin) = (_mm512_moveldup_ps(cos_sin), _mm512_movehdup_ps(cos_sin));

@@ -1,14 +1,18 @@
-//! An orthogonal change of basis of the residual stream, folded into the weights while they are read.
+//! An orthogonal change of basis: of weights while they are packed, and of rows on their way to a quantised matrix.
 //!
-//! Trained transformers keep a few residual channels ten to fifty times larger than the rest. Quantised activations share
-//! a scale, so such a channel takes the precision of its neighbours away. Turned by an orthogonal matrix R it is spread
-//! over all channels and none stands out, and nothing else changes: RMS norm keeps its length (its weights are first
-//! multiplied into the matrices that read it), and with `x R` for x everywhere, `W R` reads and `Rᵀ W` writes the stream.
+//! Trained transformers keep a few channels ten to fifty times larger than the rest. Quantised values share a scale, so such
+//! a channel takes the precision of its neighbours away. Turned by an orthogonal matrix R it is spread over all channels and
+//! none stands out, and products stay what they were: `x W` is `(x R) (Rᵀ W)`.
 //!
 //! R is a diagonal of signs, then a Hadamard matrix of the largest power of two that divides the width, side by side with
-//! a cosine matrix of what is left: n log n operations a row, and the same matrix wherever a model is loaded.
+//! a cosine matrix of what is left: n log n operations a row, and the same matrix wherever a model is loaded. Every level
+//! takes the same sums in the same order: additions of pairs at distances 1, 2, 4 …, then the mixing of the blocks.
+
+mod vector;
 
 use std::f32::consts::{FRAC_1_SQRT_2, PI};
+
+pub(crate) use vector::turn_row;
 
 /// Odd parts up to this are mixed too; the cost of a row grows with it.
 const ODD_MAX: usize = 64;
@@ -26,6 +30,7 @@ pub struct Rotation {
 }
 
 impl Rotation {
+    /// The matrix of `width` channels.
     pub fn new(width: usize) -> Self {
         let block = 1usize << width.trailing_zeros();
         let odd = width / block;
@@ -35,6 +40,7 @@ impl Rotation {
         Self { block, odd, mix, signs }
     }
 
+    /// Channels.
     pub fn width(&self) -> usize {
         self.signs.len()
     }
@@ -60,7 +66,15 @@ impl Rotation {
 
     fn mix_blocks(&self, x: &mut [f32], columns: usize) {
         let stride = self.block * columns;
-        let mut old = vec![0.0; self.odd * columns];
+        // A row alone is turned while a step runs, which allocates nothing.
+        let mut few = [0.0; ODD_MAX];
+        let mut many = Vec::new();
+        let old = if columns == 1 {
+            &mut few[..self.odd]
+        } else {
+            many.resize(self.odd * columns, 0.0);
+            &mut many[..]
+        };
         for at in (0..stride).step_by(columns) {
             for (i, old) in old.chunks_exact_mut(columns).enumerate() {
                 old.copy_from_slice(&x[i * stride + at..][..columns]);
@@ -158,6 +172,30 @@ mod tests {
         for (row, value) in column.iter().enumerate() {
             assert!((matrix[row * 32 + 5] - value).abs() < 1e-5);
         }
+    }
+
+    #[test]
+    fn every_level_turns_a_row_to_the_same_bits() {
+        let wide: unsafe fn(&Rotation, &mut [f32]) = emulated_turn;
+        // Blocks smaller than a group of vectors, of an odd and an even number of doublings, and all ways of mixing.
+        for width in [32, 96, 192, 512, 640, 1024, 1536, 3072, 896, 1152, 64 * 11, 96 * 67] {
+            let rotation = Rotation::new(width);
+            let x = values(width as u64, width);
+            let mut expected = x.clone();
+            rotation.turn(&mut expected);
+            let levels = crate::Isa::all_available().map(|isa| crate::table::KernelTable::of(isa).rows.turn);
+            for turn in levels.chain([wide]) {
+                let mut found = x.clone();
+                // SAFETY: the level is available.
+                unsafe { turn(&rotation, &mut found) };
+                assert!(found.iter().zip(&expected).all(|(a, b)| a.to_bits() == b.to_bits()), "width {width}");
+            }
+        }
+    }
+
+    unsafe fn emulated_turn(rotation: &Rotation, row: &mut [f32]) {
+        // SAFETY: plain code.
+        unsafe { turn_row::<crate::emulated::Wide>(rotation, row) }
     }
 
     #[test]
