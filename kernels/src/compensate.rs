@@ -6,6 +6,9 @@
 //! errors of those behind it only. Rounding from the back, each column aims at what cancels the errors made so far. Columns
 //! with large inputs go first: the others then make up for them.
 //!
+//! Where all that is known is one direction in which the inputs are far longer than in any other, the same reasoning takes two
+//! numbers per column: the error along it so far, and the share of it that the column makes up for.
+//!
 //! Every sum has one order on every level, so a model quantised anywhere has the same codes.
 
 use crate::isa::Isa;
@@ -47,12 +50,27 @@ macro_rules! by_level {
 /// What is known about the inputs of a matrix, in the form that rounding needs.
 pub struct Compensation {
     k: usize,
+    known: Known,
+}
+
+enum Known {
+    Sample(Sample),
+    Direction(Direction),
+}
+
+struct Sample {
     /// Columns in the order of rounding.
     order: Vec<u32>,
     /// `[k][k]` in that order: row t holds, for each column rounded before, the share of its error that column t makes up for.
     pull: AlignedBuf<f32>,
     /// Mean square of each input.
     importance: Vec<f32>,
+}
+
+struct Direction {
+    inputs: Vec<f32>,
+    /// Of the error along the direction, what this column takes upon itself.
+    shares: Vec<f32>,
 }
 
 impl std::fmt::Debug for Compensation {
@@ -95,7 +113,27 @@ impl Compensation {
         // A few inputs that dwarf the rest would choose their groups' scales alone.
         let limit = 10.0 * importance[order[k / 2] as usize] + added;
         let importance = importance.into_iter().map(|square| (square + added).min(limit)).collect();
-        pull.iter().all(|value| value.is_finite()).then_some(Compensation { k, order, pull, importance })
+        pull.iter()
+            .all(|value| value.is_finite())
+            .then_some(Compensation { k, known: Known::Sample(Sample { order, pull, importance }) })
+    }
+
+    /// Keeps what this input gives as it is, as far as others do not suffer: they are taken to be as long and to have no direction
+    /// in common. `None` when it holds something that is not finite.
+    pub fn along(inputs: Vec<f32>) -> Option<Compensation> {
+        let k = inputs.len();
+        let square = |x: f32| f64::from(x) * f64::from(x);
+        // From the last column on: how much can still make up for an error along the direction. Others' share comes first.
+        let mut left = inputs.iter().map(|&x| square(x)).sum::<f64>() / k as f64;
+        if !left.is_finite() {
+            return None;
+        }
+        let mut shares = vec![0.0; k];
+        for (share, &x) in shares.iter_mut().zip(&inputs).rev() {
+            left += square(x);
+            *share = if x == 0.0 { 0.0 } else { (f64::from(x) / left) as f32 };
+        }
+        Some(Compensation { k, known: Known::Direction(Direction { inputs, shares }) })
     }
 
     /// Inputs of the matrices that this is for.
@@ -105,7 +143,83 @@ impl Compensation {
 
     /// Rounds the rows of one panel, `[PANEL][k]`: codes of the same shape, and `[PANEL]` rows of group scales.
     pub(crate) fn quantize(&self, kind: WeightKind, rows: &[f32], codes: &mut [u8], groups: &mut [GroupScale]) {
-        let k = self.k;
+        match &self.known {
+            Known::Sample(sample) => sample.quantize(self.k, kind, rows, codes, groups),
+            Known::Direction(direction) => direction.quantize(self.k, kind, rows, codes, groups),
+        }
+    }
+}
+
+impl Direction {
+    fn quantize(&self, k: usize, kind: WeightKind, rows: &[f32], codes: &mut [u8], groups: &mut [GroupScale]) {
+        let group = kind.group(k);
+        let per_row = k.div_ceil(group);
+        let grid = Grid::of(kind);
+        for ((row, codes), groups) in
+            rows.chunks_exact(k).zip(codes.chunks_exact_mut(k)).zip(groups.chunks_exact_mut(per_row))
+        {
+            quant::quantize_row(kind, row, None, codes, groups);
+            groups.iter_mut().for_each(|g| *g = grid.storable(*g));
+        }
+        let mut off = [0f32; PANEL];
+        let mut weights = vec![[0f32; PANEL]; group];
+        let mut rounded = vec![[0u8; PANEL]; group];
+        for at in 0..per_row {
+            let columns = at * group..((at + 1) * group).min(k);
+            let (inputs, shares) = (&self.inputs[columns.clone()], &self.shares[columns.clone()]);
+            let (weights, rounded) = (&mut weights[..columns.len()], &mut rounded[..columns.len()]);
+            for (row, values) in rows.chunks_exact(k).enumerate() {
+                for (out, &value) in weights.iter_mut().zip(&values[columns.clone()]) {
+                    out[row] = value;
+                }
+            }
+            let scales = std::array::from_fn(|row| groups[row * per_row + at]);
+            round_along(grid, &scales, inputs, shares, weights, &mut off, rounded);
+            for (row, codes) in codes.chunks_exact_mut(k).enumerate() {
+                for (code, rounded) in codes[columns.clone()].iter_mut().zip(&*rounded) {
+                    *code = rounded[row];
+                }
+            }
+        }
+    }
+}
+
+/// Rounds one group of columns, the panel's rows side by side. `off` is what they were off along the direction.
+fn round_along(
+    grid: Grid,
+    scales: &[GroupScale; PANEL],
+    inputs: &[f32],
+    shares: &[f32],
+    weights: &[[f32; PANEL]],
+    off: &mut [f32; PANEL],
+    codes: &mut [[u8; PANEL]],
+) {
+    #[inline(always)]
+    fn work(
+        grid: Grid,
+        scales: &[GroupScale; PANEL],
+        inputs: &[f32],
+        shares: &[f32],
+        weights: &[[f32; PANEL]],
+        off: &mut [f32; PANEL],
+        codes: &mut [[u8; PANEL]],
+    ) {
+        for (((&input, &share), weights), codes) in inputs.iter().zip(shares).zip(weights).zip(codes) {
+            for row in 0..PANEL {
+                let (code, value) = grid.round(weights[row] - off[row] * share, scales[row]);
+                codes[row] = code;
+                off[row] += (value - weights[row]) * input;
+            }
+        }
+    }
+    by_level!(work(
+        grid: Grid, scales: &[GroupScale; PANEL], inputs: &[f32], shares: &[f32], weights: &[[f32; PANEL]],
+        off: &mut [f32; PANEL], codes: &mut [[u8; PANEL]]
+    ))
+}
+
+impl Sample {
+    fn quantize(&self, k: usize, kind: WeightKind, rows: &[f32], codes: &mut [u8], groups: &mut [GroupScale]) {
         let group = kind.group(k);
         let per_row = k.div_ceil(group);
         let grid = Grid::of(kind);
@@ -348,6 +462,13 @@ mod tests {
             .collect()
     }
 
+    fn pull(known: &Compensation) -> &[f32] {
+        match &known.known {
+            Known::Sample(sample) => &sample.pull,
+            Known::Direction(_) => panic!("it was made of a direction"),
+        }
+    }
+
     /// Sum of (w - q) H (w - q) over the rows.
     fn loss(h: &[f32], weights: &[f32], got: &[f32]) -> f64 {
         weights
@@ -385,7 +506,7 @@ mod tests {
         (0..K).for_each(|i| h[i * K + i] = 3.0);
         let weights = random(5, PANEL * K, 0.05);
         let known = Compensation::new(&pool, K, &h, 0.01).unwrap();
-        assert!(known.pull.iter().all(|&share| share == 0.0));
+        assert!(pull(&known).iter().all(|&share| share == 0.0));
         let kind = WeightKind::Int4 { group: 32, zero_point: false };
         let (plain, informed) = (quantized(kind, &weights, None), quantized(kind, &weights, Some(&known)));
         let (plain, informed) = (loss(&h, &weights, &plain), loss(&h, &weights, &informed));
@@ -393,15 +514,49 @@ mod tests {
     }
 
     #[test]
+    fn the_product_with_one_direction_is_kept() {
+        let weights = random(7, PANEL * K, 0.1);
+        // Some of them zero: also at the end, where nothing is left to make up for an error.
+        let mut inputs = random(8, K, 1.0);
+        inputs[11] = 0.0;
+        inputs[K - 3..].fill(0.0);
+        let known = Compensation::along(inputs.clone()).unwrap();
+        let off = |got: &[f32]| -> f32 {
+            let product = |row: &[f32]| row.iter().zip(&inputs).map(|(w, x)| w * x).sum::<f32>();
+            weights.chunks_exact(K).zip(got.chunks_exact(K)).map(|(w, q)| (product(w) - product(q)).powi(2)).sum()
+        };
+        let distance = |got: &[f32]| -> f32 { weights.iter().zip(got).map(|(w, q)| (w - q).powi(2)).sum() };
+        for kind in [WeightKind::Int8, WeightKind::Int4 { group: 32, zero_point: true }] {
+            let (plain, kept) = (quantized(kind, &weights, None), quantized(kind, &weights, Some(&known)));
+            assert!(off(&kept) < 0.05 * off(&plain), "{kind:?}: {} against {}", off(&kept), off(&plain));
+            assert!(distance(&kept) < 1.1 * distance(&plain), "{kind:?}: the others pay for it");
+        }
+    }
+
+    #[test]
+    fn others_do_not_pay_for_one_input_that_is_all_of_a_direction() {
+        let weights = random(7, PANEL * K, 0.1);
+        let mut inputs = random(8, K, 0.01);
+        inputs[11] = 3000.0;
+        let known = Compensation::along(inputs).unwrap();
+        let (plain, kept) =
+            (quantized(WeightKind::Int8, &weights, None), quantized(WeightKind::Int8, &weights, Some(&known)));
+        let distance = |got: &[f32]| -> f32 { weights.iter().zip(got).map(|(w, q)| (w - q).powi(2)).sum() };
+        assert!(distance(&kept) < 1.1 * distance(&plain), "{} against {}", distance(&kept), distance(&plain));
+    }
+
+    #[test]
     fn threads_and_odd_sizes_change_nothing_and_bad_samples_are_refused() {
         for k in [32, 96] {
             let h: Vec<f32> = correlated(50).chunks_exact(K).take(k).flat_map(|row| row[..k].to_vec()).collect();
             let (one, two) = (Pool::new(1, false), Pool::new(2, false));
-            let pull = |pool| Compensation::new(pool, k, &h, 0.01).unwrap().pull.to_vec();
-            assert_eq!(pull(&one), pull(&two));
+            let of = |pool| pull(&Compensation::new(pool, k, &h, 0.01).unwrap()).to_vec();
+            assert_eq!(of(&one), of(&two));
         }
         let pool = Pool::new(1, false);
         assert!(Compensation::new(&pool, K, &vec![f32::NAN; K * K], 0.01).is_none());
         assert!(Compensation::new(&pool, K, &vec![0.0; K * K], 0.01).is_some(), "no input at all is no obstacle");
+        assert!(Compensation::along(vec![f32::INFINITY; K]).is_none());
+        assert!(Compensation::along(vec![0.0; K]).is_some(), "no input at all is no obstacle");
     }
 }

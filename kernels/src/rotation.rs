@@ -12,6 +12,9 @@ mod vector;
 
 use std::f32::consts::{FRAC_1_SQRT_2, PI};
 
+use crate::isa::Isa;
+use crate::table::KernelTable;
+
 pub(crate) use vector::turn_row;
 
 /// Odd parts up to this are mixed too; the cost of a row grows with it.
@@ -47,6 +50,12 @@ impl Rotation {
 
     /// `x = x R` for a row x.
     pub fn turn(&self, row: &mut [f32]) {
+        // SAFETY: the selected level is available.
+        unsafe { (KernelTable::of(Isa::selected()).rows.turn)(self, row) }
+    }
+
+    /// The portable form, which defines the order of the sums.
+    pub(crate) fn turn_plainly(&self, row: &mut [f32]) {
         self.turn_columns(row, 1);
     }
 
@@ -182,7 +191,7 @@ mod tests {
             let rotation = Rotation::new(width);
             let x = values(width as u64, width);
             let mut expected = x.clone();
-            rotation.turn(&mut expected);
+            rotation.turn_plainly(&mut expected);
             let levels = crate::Isa::all_available().map(|isa| crate::table::KernelTable::of(isa).rows.turn);
             for turn in levels.chain([wide]) {
                 let mut found = x.clone();

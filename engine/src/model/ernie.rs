@@ -55,7 +55,7 @@ pub struct Step<'a> {
 
 impl Ernie {
     /// Takes every parameter from `loader`.
-    /// With a calibration, quantised layers are rounded for what it brings them.
+    /// Quantised layers are rounded for what the calibration brings them, or at least for the first token of a sequence.
     pub fn load(
         config: ModelConfig,
         plan: &WeightPlan,
@@ -74,8 +74,10 @@ impl Ernie {
             tied && !plan.head.is_quantized() && plan.turn == Turn::Nothing && calibration.is_none();
         let keep_rows = (!head_is_embedding).then_some(plan.embedding);
         let embedding = loader.embedding(EMBEDDING, tied.then_some(plan.head), head_norm, keep_rows)?;
-        let layers = match (calibration, &embedding.rows) {
-            (Some(calibration), Some(rows)) if plan.linear.is_quantized() => {
+        // In the trained basis others have long channels of their own, and pay too much for what the first token gets.
+        let first_tokens = (plan.turn != Turn::Nothing).then(|| Calibration::first_tokens(config.vocab_size));
+        let layers = match (calibration.or(first_tokens.as_ref()), &embedding.rows) {
+            (Some(calibration), Some(rows)) if plan.linear.is_quantized() && !loader.is_prepared() => {
                 let mut sample = Calibrator::new(&config, plan, loader.pool(), calibration, rows);
                 (0..config.num_layers).map(|l| sample.layer(loader, l)).collect::<Result<_, _>>()?
             }

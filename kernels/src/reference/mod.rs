@@ -24,7 +24,7 @@ pub(crate) static TABLE: KernelTable = KernelTable {
     i4: matmul::I4,
     rows: RowKernels {
         rmsnorm: rows::rmsnorm,
-        turn: Rotation::turn,
+        turn: Rotation::turn_plainly,
         to_bf16: rows::to_bf16,
         to_i8: rows::to_i8,
         silu_f32: rows::silu_f32,

@@ -3,7 +3,7 @@
 use super::Rotation;
 use crate::lanes::Lanes;
 
-/// As [`Rotation::turn`], bit for bit.
+/// As [`Rotation::turn_plainly`], bit for bit.
 ///
 /// # Safety
 /// As for [`Lanes`].
@@ -11,7 +11,7 @@ use crate::lanes::Lanes;
 pub(crate) unsafe fn turn_row<S: Lanes>(rotation: &Rotation, row: &mut [f32]) {
     let Rotation { block, odd, mix, signs } = rotation;
     if *block < 4 * S::LANES {
-        return rotation.turn(row);
+        return rotation.turn_plainly(row);
     }
     assert_eq!(row.len(), signs.len(), "one value per channel");
     // SAFETY: the row is a whole number of blocks, and a block a whole number of groups of vectors.

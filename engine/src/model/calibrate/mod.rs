@@ -2,6 +2,12 @@
 //! sequences brings to it, coming through the layers quantised before it (`ernie_kernels::compensate`).
 //!
 //! The residual stream of the whole sample is kept in f32; everything else is one layer at a time.
+//!
+//! Without a sample the first token of a sequence is still known: whatever it is, it becomes the same few long vectors
+//! (an attention sink), most attention of a model goes to it, and so an error in it goes to every token. A few tokens
+//! alone on their first position are taken through the layers, and each matrix is rounded so that it gives them what it gave.
+
+mod inputs;
 
 use super::attention::{AttentionBlock, qkv_width};
 use super::config::{ModelConfig, MoeConfig};
@@ -14,14 +20,17 @@ use super::weights::{Loader, Rows, Side, WeightsError};
 use super::workspace::Workspace;
 use ernie_kernels::ops::route;
 use ernie_kernels::{
-    ActKind, Acts, Arrange, Compensation, KvCache, Matrix, Out, Pool, RopeTable, Rotation, RowSource, Span, WeightKind,
-    attention, gemm, rope_append,
+    ActKind, Acts, Arrange, Compensation, KvCache, Matrix, Out, Pool, RopeTable, Rotation, Span, attention, gemm,
+    rope_append,
 };
+use inputs::Inputs;
 
 /// Token sequences that stand for what the model will read and write.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Calibration {
     sequences: Vec<Vec<u32>>,
+    /// Whether these are tokens alone, each on the first position.
+    first_tokens: bool,
 }
 
 impl Calibration {
@@ -33,7 +42,14 @@ impl Calibration {
     /// Cuts sequences into parts of at most [`Self::SEQUENCE_MAX`] tokens.
     pub fn new(sequences: impl IntoIterator<Item = Vec<u32>>) -> Self {
         let parts = |ids: Vec<u32>| ids.chunks(Self::SEQUENCE_MAX).map(<[u32]>::to_vec).collect::<Vec<_>>();
-        Self { sequences: sequences.into_iter().flat_map(parts).filter(|part| part.len() > 1).collect() }
+        let sequences = sequences.into_iter().flat_map(parts).filter(|part| part.len() > 1).collect();
+        Self { sequences, first_tokens: false }
+    }
+
+    /// Tokens alone, spread over the vocabulary: what can be known without a sample.
+    pub(crate) fn first_tokens(vocab_size: usize) -> Self {
+        let token = |i: usize| ((2 * i + 1) * vocab_size / (2 * FIRST_TOKENS)) as u32;
+        Self { sequences: (0..FIRST_TOKENS).map(|i| vec![token(i)]).collect(), first_tokens: true }
     }
 
     pub fn tokens(&self) -> usize {
@@ -48,72 +64,16 @@ impl Calibration {
 
 /// Tokens worked on at once.
 const CHUNK: usize = Calibration::SEQUENCE_MAX;
-/// Share of the mean square of the inputs that every direction is assumed to have at least.
-const DAMPING: f32 = 0.01;
-/// Tokens longer than this many times the median are shortened to it: attention sinks, whose few rows would outweigh all.
-const LONG: f32 = 4.0;
-
-/// Sum of x xᵀ over a matrix's inputs.
-struct Gram {
-    k: usize,
-    rows: usize,
-    sum: Vec<f32>,
-    acts: Acts,
-}
-
-impl Gram {
-    fn new(k: usize) -> Self {
-        Self { k, rows: 0, sum: vec![0.0; k * k], acts: Acts::new(k, CHUNK) }
-    }
-
-    /// Adds rows of k values.
-    fn add(&mut self, pool: &Pool, rows: &[f32]) {
-        for rows in rows.chunks(CHUNK * self.k) {
-            self.add_chunk(pool, rows);
-        }
-    }
-
-    fn add_chunk(&mut self, pool: &Pool, rows: &[f32]) {
-        let k = self.k;
-        let count = rows.len() / k;
-        if count == 0 {
-            return;
-        }
-        let lengths: Vec<f32> = rows.chunks_exact(k).map(|row| row.iter().map(|x| x * x).sum::<f32>().sqrt()).collect();
-        let mut sorted = lengths.clone();
-        sorted.sort_by(f32::total_cmp);
-        let limit = LONG * sorted[count / 2];
-        // Inputs by token, padded with tokens of zeros.
-        let padded = count.next_multiple_of(32);
-        let mut turned = vec![0f32; k * padded];
-        for (token, row) in rows.chunks_exact(k).enumerate() {
-            let factor = if lengths[token] > limit { limit / lengths[token] } else { 1.0 };
-            for (out, x) in turned[token..].iter_mut().step_by(padded).zip(row) {
-                *out = x * factor;
-            }
-        }
-        self.acts.convert(pool, ActKind::Bf16, k, padded, &turned);
-        let source = RowSource::F32(bytemuck::cast_slice(&turned));
-        let other = Matrix::pack(pool, WeightKind::Bf16, padded, &[source], Arrange::Concat)
-            .expect("rows of a multiple of 32 values can be packed");
-        gemm(pool, &self.acts, &other, Out::Add(&mut self.sum));
-        self.rows += count;
-    }
-
-    /// `None` when nothing was added, or something that is not finite.
-    fn compensation(&self, pool: &Pool) -> Option<Compensation> {
-        // A sample with fewer tokens than inputs leaves directions unseen; they must not pass for free.
-        let damping = DAMPING * (1.0 + 4.0 * self.k as f32 / self.rows.max(1) as f32);
-        (self.rows > 0).then(|| Compensation::new(pool, self.k, &self.sum, damping)).flatten()
-    }
-}
-
+/// Tokens that stand for all that a sequence may begin with.
+const FIRST_TOKENS: usize = 16;
 /// The sample on its way through the layers.
 pub(crate) struct Calibrator<'a> {
     config: &'a ModelConfig,
     plan: &'a WeightPlan,
     pool: &'a Pool,
     calibration: &'a Calibration,
+    /// Tokens worked on at once.
+    most: usize,
     /// Residual stream of all tokens.
     x: Vec<f32>,
     attended: Vec<f32>,
@@ -132,6 +92,7 @@ impl<'a> Calibrator<'a> {
         embedding: &Rows,
     ) -> Self {
         let tokens: Vec<u32> = calibration.sequences.iter().flatten().copied().collect();
+        let most = tokens.len().min(CHUNK);
         let mut x = vec![0.0; tokens.len() * config.hidden_size];
         embedding.gather(pool, config.hidden_size, &tokens, &mut x);
         Self {
@@ -139,9 +100,10 @@ impl<'a> Calibrator<'a> {
             plan,
             pool,
             calibration,
+            most,
             x,
             attended: vec![0.0; tokens.len() * config.q_width()],
-            workspace: Workspace::new(config, pool.threads(), CHUNK, 1),
+            workspace: Workspace::new(config, pool.threads(), most, 1),
             kv: KvCache::new(plan.kv, 1, config.num_kv_heads, config.head_dim, CHUNK.div_ceil(16)),
             rope: RopeTable::new(config.head_dim, config.rope_theta, CHUNK),
             counts: ExpertCounts::new(config),
@@ -172,7 +134,7 @@ impl<'a> Calibrator<'a> {
         left: &[f32],
         names: &LayerNames,
     ) -> Result<AttentionBlock, WeightsError> {
-        let inputs = self.normed_gram(left).compensation(self.pool);
+        let inputs = self.normed_inputs(left).compensation(self.pool);
         let (q, k, v) = (names.attention("q"), names.attention("k"), names.attention("v"));
         let turn = loader.turn_inside(self.config.head_dim);
         let side = Side::Reads { norm, values: turn.as_deref() };
@@ -180,9 +142,9 @@ impl<'a> Calibrator<'a> {
         self.attend(&qkv, left);
 
         let width = self.config.q_width();
-        let mut gram = Gram::new(width);
-        gram.add(self.pool, &self.attended);
-        let inputs = gram.compensation(self.pool);
+        let mut gathered = self.inputs(width);
+        gathered.add(self.pool, &self.attended);
+        let inputs = gathered.compensation(self.pool);
         let name = names.attention("o");
         let side = Side::Writes(turn.as_deref());
         let out = loader.matrix_for(self.plan.linear, Arrange::Concat, side, &[&name], inputs.as_ref())?;
@@ -195,17 +157,21 @@ impl<'a> Calibrator<'a> {
         Ok(AttentionBlock { qkv, out })
     }
 
-    /// Gram matrix of the stream under the norm, for all tokens.
-    fn normed_gram(&mut self, norm: &[f32]) -> Gram {
+    fn inputs(&self, k: usize) -> Inputs {
+        Inputs::new(k, self.calibration.first_tokens)
+    }
+
+    /// The stream under the norm, of all tokens.
+    fn normed_inputs(&mut self, norm: &[f32]) -> Inputs {
         let hidden = self.config.hidden_size;
-        let mut gram = Gram::new(hidden);
+        let mut gathered = self.inputs(hidden);
         let mut normed = vec![0.0; CHUNK * hidden];
         for x in self.x.chunks(CHUNK * hidden) {
             let normed = &mut normed[..x.len()];
             norm_rows(self.pool, &mut self.workspace.acts, x, norm, self.config.rms_norm_eps, normed);
-            gram.add(self.pool, normed);
+            gathered.add(self.pool, normed);
         }
-        gram
+        gathered
     }
 
     /// Attention of every sequence, into `attended`.
@@ -243,7 +209,7 @@ impl<'a> Calibrator<'a> {
         left: &[f32],
         names: &LayerNames,
     ) -> Result<Mlp, WeightsError> {
-        let inputs = self.normed_gram(left).compensation(self.pool);
+        let inputs = self.normed_inputs(left).compensation(self.pool);
         let forms = (self.plan.linear, self.plan.down);
         let mlp = self.one_mlp(loader, forms, norm, left, &names.mlp(), inputs.as_ref())?;
         let (hidden, eps) = (self.config.hidden_size, self.config.rms_norm_eps);
@@ -269,14 +235,14 @@ impl<'a> Calibrator<'a> {
         let gate_up = loader.matrix_for(gate_up, Arrange::GateUp, Side::reads(norm), &[&gate, &up], inputs)?;
         let (hidden, eps) = (self.config.hidden_size, self.config.rms_norm_eps);
         let turn = loader.turn_inside(gate_up.n() / 2);
-        let mut gram = Gram::new(gate_up.n() / 2);
+        let mut gathered = self.inputs(gate_up.n() / 2);
         let Workspace { acts, inner, .. } = &mut self.workspace;
         for x in self.x.chunks(CHUNK * hidden) {
             acts.rmsnorm(self.pool, gate_up.act_kind(), x.len() / hidden, hidden, x, left, eps, None);
             gemm(self.pool, acts, &gate_up, products(inner, turn.as_deref()));
-            gram.add(self.pool, &inner.values());
+            gathered.add(self.pool, &inner.values());
         }
-        let inputs = gram.compensation(self.pool);
+        let inputs = gathered.compensation(self.pool);
         let name = linear(prefix, "down");
         let side = Side::Writes(turn.as_deref());
         let down = loader.matrix_for(down, Arrange::Concat, side, &[&name], inputs.as_ref())?;
@@ -294,7 +260,7 @@ impl<'a> Calibrator<'a> {
         let names = LayerNames::new(layer);
         let (hidden, eps) = (self.config.hidden_size, self.config.rms_norm_eps);
         // Any expert may be sent any token: all share one picture of their inputs.
-        let inputs = self.normed_gram(left).compensation(self.pool);
+        let inputs = self.normed_inputs(left).compensation(self.pool);
         let gate = loader.reader(&names.router(), norm)?;
         let bias = loader.vector(&names.router_bias())?;
         let mut normed = vec![0.0; self.x.len()];
@@ -308,15 +274,15 @@ impl<'a> Calibrator<'a> {
             let side = Side::reads(norm);
             let first =
                 loader.matrix_for(self.plan.experts, Arrange::GateUp, side, &[&pair.0, &pair.1], inputs.as_ref())?;
-            let mut gram = Gram::new(config.intermediate_size);
+            let mut gathered = self.inputs(config.intermediate_size);
             let Workspace { acts, .. } = &mut self.workspace;
-            let mut inner = Acts::new(CHUNK, config.intermediate_size);
+            let mut inner = Acts::new(self.most, config.intermediate_size);
             for rows in rows.chunks(CHUNK) {
                 acts.gather(self.pool, first.act_kind(), hidden, &normed, rows);
                 gemm(self.pool, acts, &first, products(&mut inner, turn.as_deref()));
-                gram.add(self.pool, &inner.values());
+                gathered.add(self.pool, &inner.values());
             }
-            let seen = gram.compensation(self.pool);
+            let seen = gathered.compensation(self.pool);
             let name = linear(&prefix, "down");
             let form = self.plan.experts_down;
             let side = Side::Writes(turn.as_deref());

@@ -218,6 +218,11 @@ impl<'a> Loader<'a> {
         self.turns_inside.then(|| Arc::new(Rotation::new(width)))
     }
 
+    /// Whether matrices come as they were packed before.
+    pub fn is_prepared(&self) -> bool {
+        self.prepared.is_some()
+    }
+
     pub fn pool(&self) -> &'a Pool {
         self.pool
     }

@@ -33,30 +33,33 @@ impl TurnedColumns {
         source: RowSource<'_>,
         (n, columns): (usize, usize),
     ) -> Self {
-        let strips: Vec<_> = (0..columns.div_ceil(Self::STRIP)).map(|_| OnceLock::new()).collect();
-        // A job reads whole rows to use some strips of them: as many as there are threads' worth of jobs.
-        let per_job = strips.len().div_ceil(4 * pool.threads()).max(1);
-        pool.run(strips.len().div_ceil(per_job), &|job, _| {
-            let range = job * per_job..((job + 1) * per_job).min(strips.len());
-            let mut values: Vec<_> = range.clone().map(|_| Vec::with_capacity(n * Self::STRIP)).collect();
-            let mut row_values = vec![0.0; columns];
-            for row in 0..n {
-                source.read_f32(row, &mut row_values);
+        // Rows are read once, by blocks, then cut into strips.
+        let block = n.div_ceil(4 * pool.threads()).max(1);
+        let blocks: Vec<_> = (0..n.div_ceil(block)).map(|_| OnceLock::new()).collect();
+        pool.run(blocks.len(), &|job, _| {
+            let rows = job * block..((job + 1) * block).min(n);
+            let mut values = vec![0.0; rows.len() * columns];
+            for (row, out) in rows.zip(values.chunks_exact_mut(columns)) {
+                source.read_f32(row, out);
                 if let Some(inputs) = inputs {
-                    row_values.chunks_exact_mut(inputs.width()).for_each(|group| inputs.turn(group));
-                }
-                for (strip, out) in range.clone().zip(&mut values) {
-                    let start = strip * Self::STRIP;
-                    out.extend_from_slice(&row_values[start..(start + Self::STRIP).min(columns)]);
+                    out.chunks_exact_mut(inputs.width()).for_each(|group| inputs.turn(group));
                 }
             }
-            for (strip, mut values) in range.zip(values) {
-                let width = values.len() / n;
-                let groups = values.chunks_exact_mut(rotation.width() * width);
-                groups.for_each(|group| rotation.turn_columns(group, width));
-                // Each strip is made by one job.
-                let _ = strips[strip].set(values);
+            // Each block, and below each strip, is made by one job.
+            let _ = blocks[job].set(values);
+        });
+        let strips: Vec<_> = (0..columns.div_ceil(Self::STRIP)).map(|_| OnceLock::new()).collect();
+        pool.run(strips.len(), &|strip, _| {
+            let range = strip * Self::STRIP..((strip + 1) * Self::STRIP).min(columns);
+            let width = range.len();
+            let mut values = Vec::with_capacity(n * width);
+            for block in &blocks {
+                let rows = block.get().expect("all blocks were made").chunks_exact(columns);
+                rows.for_each(|row| values.extend_from_slice(&row[range.clone()]));
             }
+            let groups = values.chunks_exact_mut(rotation.width() * width);
+            groups.for_each(|group| rotation.turn_columns(group, width));
+            let _ = strips[strip].set(values);
         });
         Self { strips }
     }
