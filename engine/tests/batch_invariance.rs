@@ -6,6 +6,7 @@ mod common;
 
 use common::{golden, golden_dir, load, random_model, small, small_f32};
 use ernie_engine::kv::disk_tier::{DiskConfig, DiskTier};
+use ernie_engine::model::WeightPlan;
 use ernie_engine::params::{ChoiceSoFar, EngineRequest, RequestId, SamplingParams};
 use ernie_engine::runner::ModelRunner;
 use ernie_engine::runner::cpu::CpuRunner;
@@ -196,6 +197,28 @@ fn a_dense_model_with_8_bit_kv_answers_the_same_in_any_company() {
 #[test]
 fn a_model_with_experts_and_8_bit_kv_answers_the_same_in_any_company() {
     holds_the_promise(&narrow_kv(small(&golden_dir("tiny-moe"))));
+}
+
+/// What `--quantization` chooses, and one of every other kind of scale.
+const QUANTISED: [&str; 5] = ["int8-rr", "int8g128-ag-r", "int8-dg", "int4g32zp-ag", "int4g128-dg"];
+
+#[test]
+fn a_dense_model_answers_the_same_in_any_company_in_every_quantised_form() {
+    for plan in QUANTISED {
+        holds_the_promise(&quantised(small(&golden_dir("tiny-dense")), plan));
+    }
+}
+
+#[test]
+fn a_model_with_experts_answers_the_same_in_any_company_in_every_quantised_form() {
+    for plan in QUANTISED {
+        holds_the_promise(&quantised(small(&golden_dir("tiny-moe")), plan));
+    }
+}
+
+fn quantised(options: LoadOptions, plan: &str) -> LoadOptions {
+    println!("{plan}");
+    LoadOptions { plan: WeightPlan::parse(plan), ..options }
 }
 
 /// With K and V in 8 bits.

@@ -111,7 +111,7 @@ impl LoadOptions {
             Quantization::Int4 => {
                 let small = config.parameters() < INT4_LARGE;
                 let plan = WeightPlan::uniform(if small { INT4 } else { INT4_OF_LARGE }).with_head(INT8).grouped();
-                Ok(if self.calibration.is_some() { plan.turned(Turn::Stream) } else { plan })
+                Ok(if self.calibration.is_some() { plan.turned(Turn::All) } else { plan })
             }
         }
     }
