@@ -4,6 +4,7 @@
 
 pub(crate) mod attention;
 mod dot;
+mod float;
 mod integer;
 mod lanes;
 mod peaks;
@@ -23,16 +24,8 @@ use simd::Neon;
 /// Tiles for 32 registers of four lanes, where a panel is eight vectors wide. Few rows take the whole panel, for more
 /// independent chains; more rows take a part of it, at most 24 accumulators.
 macro_rules! by_rows {
-    // 3 x 8 and 6 x 4 leave eight registers for the operands of a step.
-    (f32 $name:ident) => {
-        by_rows!(@ [$name::<1, 8>, $name::<2, 8>, $name::<3, 8>, $name::<4, 4>, $name::<5, 4>, $name::<6, 4>])
-    };
-    // Widened weights take more.
-    (bf16 $name:ident) => {
-        by_rows!(@ [$name::<1, 8>, $name::<2, 8>, $name::<3, 4>, $name::<4, 4>, $name::<5, 4>, $name::<6, 4>])
-    };
     // A vector of activations per row is held; the more rows each vector of weights meets, the cheaper is its unpacking.
-    (dot $name:ident) => {
+    (lanes $name:ident) => {
         by_rows!(@ [
             $name::<1, 8>, $name::<2, 8>, $name::<3, 8>, $name::<4, 4>, $name::<5, 4>, $name::<6, 2>, $name::<7, 2>,
             $name::<8, 2>
@@ -66,8 +59,8 @@ mod kernels {
         };
     }
 
-    wrap!("neon", f32, t, tiles::f32_tile::<Neon, MR, NV>(t));
-    wrap!("neon", bf16, t, tiles::bf16_tile::<Neon, MR, NV>(t));
+    wrap!("neon", f32, t, float::tile::<false, MR, NV>(t));
+    wrap!("neon", bf16, t, float::tile::<true, MR, NV>(t));
     wrap!("neon", i8_row, t, tiles::integer_tile::<Neon, PairI8, MR, NV, false, false>(t, 128));
     wrap!("neon", i8_group, t, tiles::grouped_tile::<Neon, PairI8, MR, NV>(t, 128));
     wrap!("neon", i4, t, tiles::grouped_tile::<Neon, WideI4, MR, NV>(t, 8));
@@ -81,8 +74,8 @@ pub(crate) static NEON: KernelTable = KernelTable {
     isa: Isa::Neon,
     bf16_form: Form::F32,
     i8_form: Form::I8,
-    f32: by_rows!(f32 f32),
-    bf16: by_rows!(bf16 bf16),
+    f32: by_rows!(lanes f32),
+    bf16: by_rows!(lanes bf16),
     i8_row: by_rows!(pairs i8_row),
     i8_group: by_rows!(pairs i8_group),
     i4: by_rows!(wide i4),
@@ -93,9 +86,9 @@ pub(crate) static NEON: KernelTable = KernelTable {
 
 pub(crate) static NEON_DOT: KernelTable = KernelTable {
     isa: Isa::NeonDot,
-    i8_row: by_rows!(dot dot_i8_row),
-    i8_group: by_rows!(dot dot_i8_group),
-    i4: by_rows!(dot dot_i4),
+    i8_row: by_rows!(lanes dot_i8_row),
+    i8_group: by_rows!(lanes dot_i8_group),
+    i4: by_rows!(lanes dot_i4),
     peaks: peaks::NEON_DOT,
     ..NEON
 };
