@@ -11,7 +11,6 @@
 //!
 //! Every sum has one order on every level, so a model quantised anywhere has the same codes.
 
-use crate::isa::Isa;
 use crate::matrix::WeightKind;
 use crate::memory::AlignedBuf;
 use crate::reference::quant::{self, Grid, GroupScale};
@@ -34,6 +33,7 @@ macro_rules! by_level {
             fn avx512($($arg: $type),*) $(-> $out)? { $f($($arg),*) }
             #[target_feature(enable = "avx2")]
             fn avx2($($arg: $type),*) $(-> $out)? { $f($($arg),*) }
+            use crate::isa::Isa;
             match Isa::selected() {
                 // SAFETY: the selected level is available.
                 Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => unsafe { avx512($($arg),*) },

@@ -27,11 +27,14 @@ pub enum Isa {
     Amx,
     /// 64-bit Arm with Advanced SIMD.
     Neon,
+    /// `Neon` with dot products of bytes.
+    NeonDot,
 }
 
 impl Isa {
     /// All levels, weakest first.
-    pub const ALL: [Isa; 7] = [Isa::Scalar, Isa::Avx2, Isa::AvxVnni, Isa::Avx512, Isa::Avx512Bf16, Isa::Amx, Isa::Neon];
+    pub const ALL: [Isa; 8] =
+        [Isa::Scalar, Isa::Avx2, Isa::AvxVnni, Isa::Avx512, Isa::Avx512Bf16, Isa::Amx, Isa::Neon, Isa::NeonDot];
 
     /// The best level of this CPU.
     pub fn detect() -> Isa {
@@ -58,7 +61,7 @@ impl Isa {
             Isa::Avx512 => avx512(),
             Isa::Avx512Bf16 => avx512() && is_x86_feature_detected!("avx512bf16"),
             Isa::Amx => Isa::Avx512Bf16.available() && crate::x86_64::amx::available(),
-            Isa::Neon => false,
+            Isa::Neon | Isa::NeonDot => false,
         }
     }
 
@@ -68,6 +71,7 @@ impl Isa {
         match self {
             Isa::Scalar => true,
             Isa::Neon => std::arch::is_aarch64_feature_detected!("neon"),
+            Isa::NeonDot => Isa::Neon.available() && std::arch::is_aarch64_feature_detected!("dotprod"),
             _ => false,
         }
     }
@@ -111,6 +115,7 @@ impl Isa {
             Isa::Avx512Bf16 => "avx512-bf16",
             Isa::Amx => "amx",
             Isa::Neon => "neon",
+            Isa::NeonDot => "neon-dot",
         }
     }
 }

@@ -67,10 +67,10 @@ pub(crate) unsafe fn exp2_polynomial<S: Lanes>(f: S::F) -> S::F {
     }
 }
 
-#[cfg(test)]
+#[cfg(all(test, target_arch = "x86_64"))]
 mod emulated;
 
-#[cfg(all(test, target_arch = "x86_64"))]
+#[cfg(all(test, any(target_arch = "x86_64", target_arch = "aarch64")))]
 mod tests {
     use super::Lanes;
 
@@ -87,12 +87,20 @@ mod tests {
         out
     }
 
+    #[cfg(target_arch = "x86_64")]
     #[target_feature(enable = "avx2,fma,f16c")]
     unsafe fn exp2_avx2(x: &[f32; 16]) -> [f32; 16] {
         // SAFETY: the features are here.
         unsafe { exp2::<crate::x86_64::avx2::simd::Avx2>(x) }
     }
 
+    #[cfg(target_arch = "aarch64")]
+    unsafe fn exp2_neon(x: &[f32; 16]) -> [f32; 16] {
+        // SAFETY: NEON is part of the architecture.
+        unsafe { exp2::<crate::aarch64::neon::simd::Neon>(x) }
+    }
+
+    #[cfg(target_arch = "x86_64")]
     unsafe fn exp2_emulated(x: &[f32; 16]) -> [f32; 16] {
         // SAFETY: plain code.
         unsafe { exp2::<crate::emulated::Wide>(x) }
@@ -101,7 +109,11 @@ mod tests {
     #[test]
     fn the_exponential_is_exact_at_zero_within_rounding_elsewhere_and_zero_far_below() {
         type Exp2 = unsafe fn(&[f32; 16]) -> [f32; 16];
+        #[cfg(target_arch = "aarch64")]
+        let levels: Vec<Exp2> = vec![exp2_neon];
+        #[cfg(target_arch = "x86_64")]
         let mut levels: Vec<Exp2> = vec![exp2_emulated];
+        #[cfg(target_arch = "x86_64")]
         if crate::isa::Isa::Avx2.available() {
             levels.push(exp2_avx2);
         }

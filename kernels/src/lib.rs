@@ -7,6 +7,8 @@
 
 // Register tiles are indexed by row and vector on purpose: iterators over them keep the compiler from seeing registers.
 #![allow(clippy::needless_range_loop)]
+// Parts of the shared kernels serve levels of x86-64 only.
+#![cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 
 pub mod act;
 pub mod attention;
@@ -24,6 +26,8 @@ pub mod rotation;
 pub mod sample;
 pub mod threads;
 
+#[cfg(target_arch = "aarch64")]
+mod aarch64;
 mod epilogue;
 mod lanes;
 mod pack;
@@ -33,6 +37,7 @@ mod scan;
 mod simd;
 mod table;
 mod tiles;
+#[cfg(target_arch = "x86_64")]
 mod wide;
 #[cfg(target_arch = "x86_64")]
 mod x86_64;
@@ -49,7 +54,8 @@ pub use moe::{MoeScratch, Routing, moe};
 pub use rotation::Rotation;
 pub use threads::Pool;
 
-#[cfg(test)]
+// Emulates levels of x86-64: elsewhere its kernels would be compiled and walked for nothing.
+#[cfg(all(test, target_arch = "x86_64"))]
 mod emulated;
 #[cfg(test)]
 mod tests;

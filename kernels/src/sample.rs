@@ -234,6 +234,19 @@ mod tests {
         }
     }
 
+    #[test]
+    fn a_nan_hides_no_value_beside_it() {
+        let mut row = vec![0.0; VOCABULARY];
+        for (i, spacing) in [4, 8, 16, 32, 48].into_iter().cycle().take(50).enumerate() {
+            (row[i * 2000 + 5], row[i * 2000 + 5 + spacing]) = (100.0 + i as f32, f32::NAN);
+        }
+        let mut out = Vec::new();
+        for isa in Isa::all_available() {
+            top_k_with(isa, &row, 50, &mut out);
+            assert_eq!(out, sorted(&row, 50), "{isa}");
+        }
+    }
+
     proptest! {
         #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 

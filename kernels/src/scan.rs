@@ -53,6 +53,8 @@ impl ScanKernels {
             Isa::Avx2 | Isa::AvxVnni => &crate::x86_64::avx2::scan::KERNELS,
             #[cfg(target_arch = "x86_64")]
             Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => &crate::x86_64::avx512::scan::KERNELS,
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon | Isa::NeonDot => &crate::aarch64::neon::scan::KERNELS,
             _ => &crate::reference::scan::KERNELS,
         }
     }

@@ -210,6 +210,10 @@ impl KernelTable {
             Isa::Avx512Bf16 => &crate::x86_64::avx512::gemm::AVX512_BF16,
             #[cfg(target_arch = "x86_64")]
             Isa::Amx => &crate::x86_64::amx::gemm::AMX,
+            #[cfg(target_arch = "aarch64")]
+            Isa::Neon => &crate::aarch64::neon::NEON,
+            #[cfg(target_arch = "aarch64")]
+            Isa::NeonDot => &crate::aarch64::neon::NEON_DOT,
             _ => &crate::reference::TABLE,
         }
     }

@@ -89,9 +89,13 @@ fn same_steps(level: &KernelTable, kind: WeightKind) -> bool {
     !(level.bf16_form == Form::Bf16 && kind == WeightKind::Bf16)
 }
 
-/// Every level this CPU has, and the emulated wide ones.
+/// Every level this CPU has, and on x86-64 the emulated wide ones.
 fn levels() -> impl Iterator<Item = &'static KernelTable> {
-    Isa::all_available().map(KernelTable::of).chain([&emulated::WIDE, &emulated::WIDE_BF16])
+    #[cfg(target_arch = "x86_64")]
+    let emulated = [&emulated::WIDE, &emulated::WIDE_BF16];
+    #[cfg(not(target_arch = "x86_64"))]
+    let emulated = [];
+    Isa::all_available().map(KernelTable::of).chain(emulated)
 }
 
 proptest! {

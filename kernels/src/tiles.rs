@@ -168,8 +168,12 @@ pub(crate) unsafe fn bf16_dot_tile<S: Bf16Dot, const MR: usize, const NV: usize>
     }
 }
 
+/// Writes a part of the tile.
+///
+/// # Safety
+/// As `Simd`'s methods; the tile's output is valid.
 #[inline(always)]
-unsafe fn store<S: Simd, const MR: usize, const NV: usize>(t: &Tile, part: usize, acc: &[[S::F; NV]; MR]) {
+pub(crate) unsafe fn store<S: Simd, const MR: usize, const NV: usize>(t: &Tile, part: usize, acc: &[[S::F; NV]; MR]) {
     for row in 0..MR {
         for v in 0..NV {
             // SAFETY: the output holds MR rows of PANEL values.

@@ -1,5 +1,6 @@
 //! `cargo xtask`: everything a developer or CI runs, in one place that needs cargo and nothing else.
 
+mod arm;
 mod check;
 mod deb;
 mod install;
@@ -17,6 +18,7 @@ cargo xtask COMMAND
   ci           test, plus fmt, clippy, tidy and deny: what .ci/run runs
   tidy         the import rules and other invariants of docs/architecture.md
   lint         fmt, clippy, tidy, deny
+  arm          the kernels' tests for 64-bit Arm, compiled here and run by qemu; Debian packages, no root: --engine FILTER
   versus …     ernied against another server, interleaved; --help tells the options
   chaos …      swap: ten swaps under steady load; storm: 200 random sequences of swaps and kills; with figures
   install      binaries, units, man pages, completions: --root DIR --prefix /usr
@@ -38,6 +40,7 @@ fn main() -> Result<()> {
         }
         "lint" => check::lint(&sh),
         "tidy" => tidy::run(&project_root()),
+        "arm" => arm::run(&sh, &project_root(), &rest),
         "versus" if rest.iter().any(|a| a == "--help") => {
             print!("{}", versus::USAGE);
             Ok(())

@@ -389,11 +389,11 @@ fn memory(dir: &Path) -> Finding {
 
 fn cpu(status: Option<&Status>) -> Finding {
     let info = fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
-    let flags = info.lines().find(|l| l.starts_with("flags")).unwrap_or("").to_owned();
-    let has: Vec<&str> = ["avx2", "fma", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16"]
-        .into_iter()
-        .filter(|f| flags.split_whitespace().any(|w| w == *f))
-        .collect();
+    // Arm's kernels name them otherwise: asimddp are the dot products of bytes.
+    let flags = info.lines().find(|l| l.starts_with("flags") || l.starts_with("Features")).unwrap_or("").to_owned();
+    let used_by_us =
+        ["avx2", "fma", "avx_vnni", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "asimddp"];
+    let has: Vec<&str> = used_by_us.into_iter().filter(|f| flags.split_whitespace().any(|w| w == *f)).collect();
     let cores = std::thread::available_parallelism().map_or(0, usize::from);
     let used = status.and_then(|s| s.model.as_ref()).map(|m| format!("; in use: {}", m.isa)).unwrap_or_default();
     let found = format!("{cores} cores, {}{used}", has.join(" "));

@@ -38,10 +38,9 @@ impl Widen {
         match isa {
             #[cfg(target_arch = "x86_64")]
             Isa::Avx2 | Isa::AvxVnni => Widen { keys: avx2::<false>, values: avx2::<true> },
-            Isa::Scalar | Isa::Neon => Widen { keys: plain::<false>, values: plain::<true> },
             #[cfg(target_arch = "x86_64")]
-            _ => Widen { keys: avx512::<false>, values: avx512::<true> },
-            #[cfg(not(target_arch = "x86_64"))]
+            Isa::Avx512 | Isa::Avx512Bf16 | Isa::Amx => Widen { keys: avx512::<false>, values: avx512::<true> },
+            // On Arm too: NEON is part of the architecture.
             _ => Widen { keys: plain::<false>, values: plain::<true> },
         }
     }
@@ -118,7 +117,9 @@ fn prefetch(from: *const u8) {
         use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
         _mm_prefetch::<_MM_HINT_T1>(from.cast());
     }
-    #[cfg(not(target_arch = "x86_64"))]
+    #[cfg(target_arch = "aarch64")]
+    crate::aarch64::neon::prefetch(from);
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
     let _ = from;
 }
 

@@ -95,6 +95,8 @@ impl AttentionKernels {
     /// If this CPU lacks the level.
     pub(crate) fn get(isa: Isa, kind: KvKind) -> &'static AttentionKernels {
         assert!(isa.available(), "this CPU lacks the level {isa}");
+        #[cfg(target_arch = "aarch64")]
+        use crate::aarch64::neon;
         use crate::reference;
         #[cfg(target_arch = "x86_64")]
         use crate::x86_64::{amx, avx2, avx512};
@@ -113,6 +115,10 @@ impl AttentionKernels {
             (Isa::Avx512Bf16, KvKind::Bf16) => &avx512::attention::BF16,
             #[cfg(target_arch = "x86_64")]
             (Isa::Amx, KvKind::Bf16) => &amx::attention::BF16,
+            #[cfg(target_arch = "aarch64")]
+            (Isa::Neon | Isa::NeonDot, KvKind::F32) => &neon::attention::F32,
+            #[cfg(target_arch = "aarch64")]
+            (Isa::Neon | Isa::NeonDot, KvKind::Bf16) => &neon::attention::BF16,
             (_, KvKind::F32) => &reference::attention::F32,
             (_, KvKind::Bf16 | KvKind::Int8) => &reference::attention::BF16,
         }

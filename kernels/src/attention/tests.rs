@@ -43,20 +43,24 @@ impl std::fmt::Display for Level {
 /// Multiply-adds that a case may take in emulation, where each is a call.
 const EMULATED_WORK: usize = 1 << 22;
 
-/// What this CPU has, and the 512-bit kernels in emulation unless that takes too long.
+/// What this CPU has, and on x86-64 the 512-bit kernels in emulation unless that takes too long.
 fn levels(kind: KvKind, shape: Shape, lengths: &[usize]) -> Vec<Level> {
     let pairs: usize = lengths.iter().map(|l| l * l).sum();
     let emulate = pairs * shape.out_width() <= EMULATED_WORK;
     let native = Isa::all_available().map(|isa| (isa.to_string(), AttentionKernels::get(isa, kind)));
+    #[cfg(target_arch = "x86_64")]
     let wide: &[(&str, &'static AttentionKernels)] = match kind {
         KvKind::F32 => &[("emulated", &emulated::F32)],
         KvKind::Bf16 | KvKind::Int8 => &[("emulated", &emulated::WIDENED), ("emulated bf16", &emulated::BF16)],
     };
+    #[cfg(not(target_arch = "x86_64"))]
+    let wide: &[(&str, &'static AttentionKernels)] = &[];
     let wide = wide.iter().filter(|_| emulate).map(|(name, kernels)| (name.to_string(), *kernels));
     native.chain(wide).map(|(name, kernels)| Level { name, kernels }).collect()
 }
 
 /// The 512-bit kernels' code with vectors in plain arrays, and fewer tile sizes: they take long to compile.
+#[cfg(target_arch = "x86_64")]
 mod emulated {
     use crate::attention::kernels::{AttentionKernels, Operand};
     use crate::attention::vector::{Dotted, Float, Widened, attention_level};

@@ -140,13 +140,15 @@ pub(crate) unsafe fn collect<S: Lanes>(
     // SAFETY: loads stay inside the row.
     unsafe {
         let limit = S::splat(threshold);
+        let lowest = S::splat(f32::NEG_INFINITY);
         while at + STEP * S::LANES <= row.len() {
             let mut x = [limit; STEP];
             for v in 0..STEP {
                 x[v] = S::load(row.as_ptr().add(at + v * S::LANES));
             }
-            let largest = S::max(S::max(x[0], x[1]), S::max(x[2], x[3]));
-            if S::at_least(largest, limit) == 0 && !any_nan::<S>(largest) {
+            // The second operand is a number each time: a NaN would hide what its neighbours have.
+            let largest = S::max(S::max(x[0], S::max(x[1], lowest)), S::max(x[2], S::max(x[3], lowest)));
+            if S::at_least(largest, limit) == 0 {
                 at += STEP * S::LANES;
                 continue;
             }
@@ -176,16 +178,6 @@ pub(crate) unsafe fn collect<S: Lanes>(
         at += 1;
     }
     (at, found)
-}
-
-/// Whether a lane is NaN: the maximum may then hide a larger value.
-///
-/// # Safety
-/// Inside a function with the level's features.
-#[inline(always)]
-unsafe fn any_nan<S: Lanes>(x: S::F) -> bool {
-    // SAFETY: the caller's contract.
-    unsafe { S::at_least(x, x).count_ones() as usize != S::LANES }
 }
 
 /// [`ScanKernels::dots`](super::ScanKernels::dots).
