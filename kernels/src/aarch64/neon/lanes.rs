@@ -75,6 +75,17 @@ impl Lanes for Neon {
         }
     }
     #[inline(always)]
+    unsafe fn butterfly<const DISTANCE: usize>(a: float32x4_t) -> float32x4_t {
+        unsafe {
+            let (other, second) = match DISTANCE {
+                1 => (vrev64q_f32(a), lanes([0, u32::MAX, 0, u32::MAX])),
+                2 => (vextq_f32::<2>(a, a), lanes([0, 0, u32::MAX, u32::MAX])),
+                _ => unreachable!(),
+            };
+            vbslq_f32(second, vsubq_f32(other, a), vaddq_f32(a, other))
+        }
+    }
+    #[inline(always)]
     unsafe fn rotate(pairs: float32x4_t, cos_sin: float32x4_t) -> float32x4_t {
         unsafe {
             let (cos, sin) = (vtrn1q_f32(cos_sin, cos_sin), vtrn2q_f32(cos_sin, cos_sin));

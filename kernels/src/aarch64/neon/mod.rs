@@ -15,7 +15,8 @@ use std::arch::asm;
 
 use crate::isa::Isa;
 use crate::reference;
-use crate::table::{Form, KernelTable, Tile, TileFn, TileKernels};
+use crate::rotation::{Rotation, turn_row};
+use crate::table::{Form, KernelTable, RowKernels, Tile, TileFn, TileKernels};
 use crate::tiles;
 use dot::{SignedI4, SignedI8};
 use integer::{PairI8, WideI4};
@@ -80,7 +81,7 @@ pub(crate) static NEON: KernelTable = KernelTable {
     i8_group: by_rows!(pairs i8_group),
     i4: by_rows!(wide i4),
     // NEON is part of the architecture: the compiler vectorises the portable ones already.
-    rows: reference::TABLE.rows,
+    rows: RowKernels { turn, ..reference::TABLE.rows },
     peaks: peaks::NEON,
 };
 
@@ -92,6 +93,11 @@ pub(crate) static NEON_DOT: KernelTable = KernelTable {
     peaks: peaks::NEON_DOT,
     ..NEON
 };
+
+unsafe fn turn(rotation: &Rotation, row: &mut [f32]) {
+    // SAFETY: NEON is part of the architecture.
+    unsafe { turn_row::<Neon>(rotation, row) }
+}
 
 /// Brings one line into L2.
 #[inline(always)]
