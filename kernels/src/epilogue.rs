@@ -60,24 +60,29 @@ fn whole(first: Columns, second: Columns) -> bool {
     first.len == SEGMENT && second.len == SEGMENT && second.start == first.start + SEGMENT
 }
 
-impl Sink<'_> {
-    /// Takes the tile of `rows` rows from `first_row` on, over one panel. `running` counts rows from `block_row`.
+/// Where a tile belongs.
+#[derive(Clone, Copy)]
+pub(crate) struct Place<'a, 's> {
+    pub(crate) table: &'static KernelTable,
+    pub(crate) w: &'a Matrix,
+    pub(crate) sink: &'a Sink<'s>,
+    pub(crate) panel: usize,
+    /// Of the tile.
+    pub(crate) first_row: usize,
+    /// Of the block that running maxima are counted in.
+    pub(crate) block_row: usize,
+}
+
+impl Place<'_, '_> {
+    /// Hands over some rows of the tile, from its row `from` on.
     ///
     /// # Safety
     /// The sink's memory holds every row and column of the matrix, nobody else has this tile's part of it, and the CPU has
     /// the table's level.
-    #[allow(clippy::too_many_arguments)] // one call site, in the innermost driver loop
-    pub(crate) unsafe fn take(
-        &self,
-        table: &KernelTable,
-        w: &Matrix,
-        panel: usize,
-        first_row: usize,
-        tile: &[[f32; PANEL]],
-        running: &mut Running,
-        block_row: usize,
-    ) {
-        match self {
+    pub(crate) unsafe fn take(&self, from: usize, tile: &[[f32; PANEL]], running: &mut Running) {
+        let Place { table, w, sink, panel, first_row, block_row } = *self;
+        let first_row = first_row + from;
+        match sink {
             Sink::Store { out, stride } => {
                 let [first, second] = w.segments(panel);
                 if whole(first, second) {
@@ -124,7 +129,9 @@ impl Sink<'_> {
             }
         }
     }
+}
 
+impl Sink<'_> {
     /// Hands over a job's running maxima of `rows` rows from `first_row` on.
     pub(crate) fn merge(&self, first_row: usize, rows: usize, running: &Running) {
         if let Sink::ArgMax { best } = self {

@@ -9,10 +9,10 @@ use std::mem::MaybeUninit;
 use std::ops::Range;
 
 use crate::act::{ActKind, Acts};
-use crate::epilogue::{ARGMAX_ROWS, Running, Sink};
+use crate::epilogue::{ARGMAX_ROWS, Place, Running, Sink};
 use crate::matrix::{Arrange, Matrix, WeightKind};
 use crate::rotation::Rotation;
-use crate::table::{KernelTable, PANEL, Tile, TileKernels};
+use crate::table::{FinishFn, KernelTable, Meanwhile, PANEL, Tile, TileKernels};
 use crate::threads::{Pool, SharedMut};
 
 /// What becomes of the product.
@@ -114,6 +114,43 @@ fn kernels<'t>(table: &'t KernelTable, w: &Matrix) -> &'t TileKernels {
 #[allow(dead_code)] // used through pointers
 struct Sums([[f32; PANEL]; BLOCK_ROWS_MAX]);
 
+/// A tile whose sums are there, on its way to the sink.
+struct Computed<'a, 's> {
+    tile: Tile,
+    /// Rows that are in the sink.
+    ended: usize,
+    place: Place<'a, 's>,
+    finish: Option<FinishFn>,
+    running: *mut Running,
+}
+
+impl Computed<'_, '_> {
+    fn end_rows(&mut self, rows: usize) {
+        let rows = self.ended..self.ended.saturating_add(rows).min(self.tile.rows);
+        if rows.is_empty() {
+            return;
+        }
+        self.ended = rows.end;
+        // SAFETY: the kernel left the tile's sums in `out`; the maxima are used by one tile at a time.
+        unsafe {
+            if let Some(finish) = self.finish {
+                finish(&self.tile, rows.clone());
+            }
+            let sums = self.tile.out.cast::<[f32; PANEL]>().add(rows.start);
+            let sums = std::slice::from_raw_parts(sums, rows.len());
+            self.place.take(rows.start, sums, &mut *self.running);
+        }
+    }
+
+    fn meanwhile(&mut self) -> Meanwhile {
+        unsafe fn end_rows(state: *mut (), rows: usize) {
+            // SAFETY: `state` is what stands beside this function in the `Meanwhile`.
+            unsafe { (*state.cast::<Computed<'_, '_>>()).end_rows(rows) }
+        }
+        Meanwhile { end_rows, state: std::ptr::from_mut(self).cast() }
+    }
+}
+
 /// Rows of the largest block.
 const BLOCK_ROWS_MAX: usize = ARGMAX_ROWS;
 
@@ -132,6 +169,9 @@ pub(crate) unsafe fn run_panels(acts: &Acts, rows: Range<usize>, w: &Matrix, pan
     let mut sums = MaybeUninit::<Sums>::uninit();
     let sums = sums.as_mut_ptr().cast::<[f32; PANEL]>();
     let mut running = Running::new();
+    let pairs = kernels.finish.is_some();
+    let mut waiting: Option<Computed<'_, '_>> = None;
+    let mut turn = 0;
     let mut block_start = rows.start;
     while block_start < rows.end {
         let block = block_rows_of(rows.end - block_start, block_rows, step);
@@ -157,8 +197,10 @@ pub(crate) unsafe fn run_panels(acts: &Acts, rows: Range<usize>, w: &Matrix, pan
                     let count = (share_steps * step).min(block_start + block - row);
                     let part = chunk * tiles + tile;
                     let prefetch = &next[(part * share).min(next.len())..((part + 1) * share).min(next.len())];
+                    // The sums of a tile that waits for its end must outlive the next one's.
+                    turn = if pairs { tile_rows_max - turn } else { 0 };
                     // SAFETY: a row of the block, and blocks are at most `BLOCK_ROWS_MAX` rows.
-                    let out = unsafe { sums.add(if chunks == 1 { 0 } else { row - block_start }) };
+                    let out = unsafe { sums.add(if chunks == 1 { turn } else { row - block_start }) };
                     let args = Tile {
                         rows: count,
                         a: view.data[row * view.stride..].as_ptr(),
@@ -182,21 +224,38 @@ pub(crate) unsafe fn run_panels(acts: &Acts, rows: Range<usize>, w: &Matrix, pan
                         out: out.cast(),
                         prefetch: prefetch.as_ptr(),
                         prefetch_bytes: prefetch.len(),
+                        meanwhile: waiting.as_mut().map(Computed::meanwhile),
                     };
                     // SAFETY: the level is available (the acts were made for it), the views above hold `count` rows from
                     // `row` on and one whole panel, and the sums have room for the tile (whole tiles behind `out`: blocks are
                     // at most `BLOCK_ROWS_MAX` rows, a multiple of every level's largest tile).
-                    unsafe {
-                        kernels.by_rows[count - 1](&args);
-                        if k_to == w.k() {
-                            let sums = std::slice::from_raw_parts(out, count);
-                            sink.take(table, w, panel, row, sums, &mut running, block_start);
+                    unsafe { kernels.by_rows[count - 1](&args) };
+                    if let Some(before) = &mut waiting {
+                        before.end_rows(usize::MAX);
+                    }
+                    waiting = None;
+                    if k_to == w.k() {
+                        let computed = Computed {
+                            tile: args,
+                            ended: 0,
+                            place: Place { table, w, sink, panel, first_row: row, block_row: block_start },
+                            finish: kernels.finish,
+                            running: &raw mut running,
+                        };
+                        if pairs {
+                            waiting = Some(computed);
+                        } else {
+                            { computed }.end_rows(usize::MAX);
                         }
                     }
                     row += count;
                 }
             }
         }
+        if let Some(last) = &mut waiting {
+            last.end_rows(usize::MAX);
+        }
+        waiting = None;
         if let Some(around) = kernels.around {
             // SAFETY: as `enter`.
             unsafe { (around.leave)() };

@@ -4,6 +4,8 @@
 //! of K, into a small buffer. What happens to the tile (store, add, SiLU, argmax) is `epilogue.rs`; who computes which
 //! tile is `gemm.rs`. Kernels of the same level differ in MR only, never in the order of a sum.
 
+use std::ops::Range;
+
 use crate::isa::Isa;
 use crate::rotation::Rotation;
 
@@ -67,7 +69,26 @@ pub(crate) struct Tile {
     /// Bytes to bring into L2 while computing, at an even pace: this tile's share of the next panel.
     pub(crate) prefetch: *const u8,
     pub(crate) prefetch_bytes: usize,
+    /// For kernels whose arithmetic leaves the rest of the core idle.
+    pub(crate) meanwhile: Option<Meanwhile>,
 }
+
+/// Work on the tile before, to be done in parts while this one is computed. What a kernel leaves is done after it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Meanwhile {
+    /// Ends up to this many rows more; any number of calls is right.
+    ///
+    /// # Safety
+    /// The state is that of the same `Meanwhile`, and nothing else uses it now.
+    pub(crate) end_rows: unsafe fn(state: *mut (), rows: usize),
+    pub(crate) state: *mut (),
+}
+
+/// Scales rows of a tile whose sums were left as they came.
+///
+/// # Safety
+/// As [`TileFn`]; the tile was computed, and has these rows.
+pub(crate) type FinishFn = unsafe fn(&Tile, rows: Range<usize>);
 
 /// Computes one tile.
 ///
@@ -89,6 +110,8 @@ pub(crate) struct TileKernels {
     pub(crate) block_bytes: usize,
     /// Values of K that are multiplied for all rows of a block before the next ones: that part of a panel stays in L1.
     pub(crate) k_chunk: usize,
+    /// For kernels that work on two tiles at a time, as `Tile::meanwhile` says: what they leave to do for each row.
+    pub(crate) finish: Option<FinishFn>,
     /// What to set up around the tiles of a block, if anything.
     pub(crate) around: Option<Around>,
 }
@@ -103,6 +126,7 @@ impl TileKernels {
             prefetch_from: 4,
             block_bytes: 256 << 10,
             k_chunk: usize::MAX,
+            finish: None,
             around: None,
         }
     }

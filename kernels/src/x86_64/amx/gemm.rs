@@ -6,11 +6,12 @@
 use std::arch::asm;
 use std::arch::x86_64::*;
 use std::mem::MaybeUninit;
+use std::ops::Range;
 
 use super::{TileShapes, configure, release};
 use crate::isa::Isa;
 use crate::simd::Simd;
-use crate::table::{Around, KernelTable, PANEL, PeakKernels, SUM_BLOCK, Tile, TileFn, TileKernels};
+use crate::table::{Around, FinishFn, KernelTable, PANEL, PeakKernels, SUM_BLOCK, Tile, TileFn, TileKernels};
 use crate::tiles::Pace;
 use crate::x86_64::avx512::gemm::AVX512_BF16;
 use crate::x86_64::avx512::simd::Avx512Bf16;
@@ -23,6 +24,8 @@ const ROWS_MAX: usize = 2 * TILE_ROWS;
 const PANEL_ROW: usize = 4 * PANEL;
 /// Activations of a block: they stay in the 2 MiB of L2 that CPUs with AMX have (from 1 MiB on they were measured not to).
 const BLOCK_BYTES: usize = 800 << 10;
+/// Rows of the tile before that are ended in a step, while the tile unit works for 64 cycles (2 and 8 were measured slower).
+const ROWS_A_STEP: usize = 4;
 /// Up to so many rows vector dot products are as fast where sums are scaled every few values of K.
 const VECTOR_ROWS: usize = 4;
 
@@ -32,15 +35,20 @@ const NIBBLES: [TileFn; ROWS_MAX] = [codes::<4>; ROWS_MAX];
 
 pub(crate) static AMX: KernelTable = KernelTable {
     isa: Isa::Amx,
-    bf16: tiles(&BF16, 512, enter_bf16),
-    i8_row: tiles(&BYTES, 1024, enter_codes),
-    i8_group: tiles(&BYTES, 1024, enter_codes),
-    i4: tiles(&NIBBLES, 1024, enter_codes),
+    bf16: tiles(&BF16, 512, enter_bf16, finished),
+    i8_row: tiles(&BYTES, 1024, enter_codes, finish_by_row),
+    i8_group: tiles(&BYTES, 1024, enter_codes, finish_by_row),
+    i4: tiles(&NIBBLES, 1024, enter_codes, finished),
     peaks: PeakKernels { bf16: peak_bf16, int8: peak_int8, int4: peak_int8, ..AVX512_BF16.peaks },
     ..AVX512_BF16
 };
 
-const fn tiles(by_rows: &'static [TileFn], k_chunk: usize, enter: unsafe fn(usize, usize)) -> TileKernels {
+const fn tiles(
+    by_rows: &'static [TileFn],
+    k_chunk: usize,
+    enter: unsafe fn(usize, usize),
+    finish: FinishFn,
+) -> TileKernels {
     TileKernels {
         by_rows,
         split_from: usize::MAX,
@@ -48,6 +56,7 @@ const fn tiles(by_rows: &'static [TileFn], k_chunk: usize, enter: unsafe fn(usiz
         prefetch_from: 4,
         block_bytes: BLOCK_BYTES,
         k_chunk,
+        finish: Some(finish),
         around: Some(Around { enter, leave: release }),
     }
 }
@@ -214,6 +223,9 @@ unsafe fn walk_by<P: Product, const TWO: bool, const AGAIN: bool>(
                 pace.step::<Avx512Bf16>();
             }
             P::step::<TWO, AGAIN>(a, t.a_stride, b);
+            if let Some(meanwhile) = t.meanwhile {
+                (meanwhile.end_rows)(meanwhile.state, ROWS_A_STEP);
+            }
         }
         a = a.wrapping_add(depth);
         b = b.wrapping_add(depth / 4 * PANEL_ROW);
@@ -291,17 +303,17 @@ const STRETCH_MAX: usize = 128;
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,f16c,fma")]
 unsafe fn codes<const BITS: usize>(t: &Tile) {
     let stretch = t.group.min(t.act_group);
-    let grouped = !t.group_scales.is_null() || t.act_group < t.k;
+    let grouped = grouped(t);
     // SAFETY: the caller's contract is the kernel's.
     unsafe {
-        // Steps of 64 do not fit, or there are so few rows that scaling the sums is what takes time.
-        let steps_fit = t.k.is_multiple_of(64) || (grouped && stretch == 32);
+        // Steps do not fit, or there are so few rows that scaling the sums is what takes time.
+        let steps_fit = steps_of_64_fit(t) || (grouped && stretch == 32);
         if !steps_fit || (grouped && t.rows <= VECTOR_ROWS) {
             return by_vectors::<BITS>(t, grouped);
         }
         match (!t.group_scales.is_null(), t.act_group < t.k) {
-            (false, false) if t.rows > TILE_ROWS => by_row::<true>(t),
-            (false, false) => by_row::<false>(t),
+            (false, false) if t.rows > TILE_ROWS => part::<Codes, true>(t, 1),
+            (false, false) => part::<Codes, false>(t, 1),
             (false, true) => scaled::<BITS, false, true, false>(t),
             (true, false) if t.group_zeros.is_null() => scaled::<BITS, true, false, false>(t),
             (true, true) if t.group_zeros.is_null() => scaled::<BITS, true, true, false>(t),
@@ -341,17 +353,30 @@ unsafe fn by_vectors<const BITS: usize>(t: &Tile, grouped: bool) {
     }
 }
 
-/// 8-bit codes with one scale per column and per row.
-#[inline(always)]
-unsafe fn by_row<const TWO: bool>(t: &Tile) {
-    // SAFETY: as for `bf16`, with values of one byte; scales and sums exist for every row and column.
+/// Whether scales change along K on either side.
+fn grouped(t: &Tile) -> bool {
+    !t.group_scales.is_null() || t.act_group < t.k
+}
+
+/// Whether all of K can be walked in the steps of whole tiles.
+fn steps_of_64_fit(t: &Tile) -> bool {
+    t.k.is_multiple_of(64)
+}
+
+/// The kernel has done it all.
+unsafe fn finished(_: &Tile, _: Range<usize>) {}
+
+/// Scales sums of 8-bit codes with one scale per column and per row.
+#[target_feature(enable = "avx512f")]
+unsafe fn finish_by_row(t: &Tile, rows: Range<usize>) {
+    if grouped(t) || !steps_of_64_fit(t) {
+        // Groups are scaled on the way; and the vector kernels, which were asked then, scale themselves.
+        return;
+    }
+    // SAFETY: the caller's contract; scales and sums exist for every row and column.
     unsafe {
-        part::<Codes, TWO>(t, 1);
-        if t.k_to < t.k {
-            return;
-        }
         let columns = [_mm512_loadu_ps(t.column_scales), _mm512_loadu_ps(t.column_scales.add(16))];
-        for row in 0..t.rows {
+        for row in rows {
             let act_sum = *t.act_sums.add(row * t.act_sum_stride + t.k / SUM_BLOCK);
             let correction = _mm512_set1_epi32(-128 * act_sum);
             let act_scales = _mm512_set1_ps(*t.act_scales.add(row * t.act_scale_stride));
