@@ -53,7 +53,7 @@ const fn tiles(
         by_rows,
         split_from: usize::MAX,
         row_step: TILE_ROWS,
-        prefetch_from: 4,
+        prefetch_from: 1,
         block_bytes: BLOCK_BYTES,
         k_chunk,
         finish: Some(finish),
