@@ -11,7 +11,7 @@ const LONG: f32 = 4.0;
 /// Gathers the inputs of a matrix.
 pub(super) enum Inputs {
     /// What they have in common in every direction.
-    All(Gram),
+    All(Box<Gram>),
     /// Their sum: for inputs that all point the same way.
     Mean(Vec<f32>),
 }
@@ -19,7 +19,7 @@ pub(super) enum Inputs {
 impl Inputs {
     /// Of k values each.
     pub(super) fn new(k: usize, first_tokens: bool) -> Self {
-        if first_tokens { Self::Mean(vec![0.0; k]) } else { Self::All(Gram::new(k)) }
+        if first_tokens { Self::Mean(vec![0.0; k]) } else { Self::All(Box::new(Gram::new(k))) }
     }
 
     /// Adds rows of k values.
