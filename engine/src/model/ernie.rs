@@ -279,3 +279,51 @@ impl Layer {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::Checkpoint;
+    use super::*;
+    use ernie_kernels::{ActKind, Acts};
+    use std::path::Path;
+
+    fn loaded(pool: &Pool, dir: &Path, plan: &str) -> Ernie {
+        let (config, text) = ModelConfig::read(dir).unwrap();
+        let checkpoint = Checkpoint::open(dir, &config).unwrap();
+        let mut progress = |_, _| {};
+        let mut loader = Loader::new(checkpoint, text.as_bytes(), None, pool, &mut progress).unwrap();
+        Ernie::load(config, &WeightPlan::parse(plan).unwrap(), &mut loader, None).unwrap()
+    }
+
+    /// Length of what rounding changes in the outputs for these inputs.
+    fn change(exact: &[f32], rounded: &[f32], inputs: &[f32]) -> f32 {
+        let off = |(w, q): (&[f32], &[f32])| w.iter().zip(q).zip(inputs).map(|((w, q), x)| (w - q) * x).sum::<f32>();
+        let rows = exact.chunks_exact(inputs.len()).zip(rounded.chunks_exact(inputs.len()));
+        rows.map(|rows| off(rows).powi(2)).sum::<f32>().sqrt()
+    }
+
+    #[test]
+    fn what_first_tokens_have_in_common_survives_rounding() {
+        let pool = Pool::new(1, false);
+        for name in ["tiny-dense", "tiny-moe"] {
+            let dir = Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/golden").join(name);
+            let (exact, rounded) = (loaded(&pool, &dir, "f32-rr"), loaded(&pool, &dir, "int4g128-ag-rr"));
+            let hidden = exact.config.hidden_size;
+            let tokens = Calibration::first_tokens(exact.config.vocab_size).tokens_in_turn();
+            let mut x = vec![0.0; tokens.len() * hidden];
+            rounded.embedding.as_ref().unwrap().gather(&pool, hidden, &tokens, &mut x);
+            let mut acts = Acts::new(tokens.len(), hidden);
+            let norm = vec![1.0; hidden];
+            acts.rmsnorm(&pool, ActKind::F32, tokens.len(), hidden, &x, &norm, exact.config.rms_norm_eps, None);
+            let rows = acts.values();
+            let common: Vec<f32> = (0..hidden).map(|i| rows[i..].iter().step_by(hidden).sum()).collect();
+            // As long, and at right angles: neighbours exchanged, one of them negated.
+            let other: Vec<f32> = common.as_chunks::<2>().0.iter().flat_map(|[a, b]| [-b, *a]).collect();
+            let qkv = |model: &Ernie| model.layers[0].attention.qkv.dequantized();
+            let (exact, rounded) = (qkv(&exact), qkv(&rounded));
+            let (kept, changed) = (change(&exact, &rounded, &common), change(&exact, &rounded, &other));
+            println!("{name}: {kept:.4} along what they have in common, {changed:.4} across");
+            assert!(kept < 0.3 * changed, "{name}: {kept} along what they have in common, {changed} across");
+        }
+    }
+}

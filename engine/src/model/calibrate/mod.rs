@@ -52,6 +52,11 @@ impl Calibration {
         Self { sequences: (0..FIRST_TOKENS).map(|i| vec![token(i)]).collect(), first_tokens: true }
     }
 
+    #[cfg(test)]
+    pub(crate) fn tokens_in_turn(&self) -> Vec<u32> {
+        self.sequences.concat()
+    }
+
     pub fn tokens(&self) -> usize {
         self.sequences.iter().map(Vec::len).sum()
     }
