@@ -4,7 +4,7 @@
 mod common;
 
 use common::*;
-use ernie_engine::model::{Manifest, inspect};
+use ernie_engine::model::{Manifest, WeightPlan, inspect};
 use ernie_engine::runner::cpu::CpuRunner;
 use ernie_engine::runner::options::{LoadOptions, Quantization};
 use ernie_engine::runner::prepare::prepare;
@@ -59,6 +59,17 @@ fn another_form_than_the_prepared_one_is_refused() {
     let model = random_model(false, 12);
     let out = prepared(&small(model.path()));
     let wish = LoadOptions { quantization: Quantization::Int8, ..small(out.path()) };
+    assert!(refusal(&wish).contains("prepared in another weight form"));
+}
+
+#[test]
+fn weights_that_an_earlier_version_prepared_are_still_what_was_asked_for() {
+    let model = random_model(false, 15);
+    let earlier = LoadOptions { plan: WeightPlan::parse("int8g128-ag-r"), ..small(model.path()) };
+    let out = prepared(&earlier);
+    let wish = LoadOptions { quantization: Quantization::Int8, ..small(out.path()) };
+    assert_eq!(logits(&wish), logits(&earlier));
+    let wish = LoadOptions { quantization: Quantization::Int4, ..small(out.path()) };
     assert!(refusal(&wish).contains("prepared in another weight form"));
 }
 

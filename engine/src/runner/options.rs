@@ -136,10 +136,14 @@ impl LoadOptions {
         Ok(())
     }
 
-    /// The plan of prepared weights, unless something else was asked for.
+    /// The plan of prepared weights, unless something else was asked for. A quantization stands for its number of bits: what
+    /// was prepared with a sample, or by an ernied that chose other groups, is still what was asked for.
     pub(crate) fn agree_with(&self, prepared: &WeightPlan, config: &ModelConfig) -> Result<WeightPlan, LoadError> {
         let asked = self.plan.is_some() || self.dtype != Dtype::Auto || self.quantization != Quantization::None;
-        if asked && self.weight_plan(config)? != *prepared {
+        let fits = |plan: WeightPlan| {
+            if self.plan.is_some() { plan == *prepared } else { plan.name() == prepared.name() }
+        };
+        if asked && !fits(self.weight_plan(config)?) {
             return Err(LoadError::Option {
                 option: "model",
                 value: self.model_dir.display().to_string(),
