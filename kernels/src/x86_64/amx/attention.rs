@@ -47,6 +47,18 @@ macro_rules! load {
     };
 }
 
+/// Past L1: for K and V, which a chunk reads once or twice (3-4 % of prefill; the same for rows of q and P loses as much).
+macro_rules! load_once {
+    ($tile:literal, $from:expr, $stride:expr) => {
+        asm!(
+            concat!("tileloaddt1 tmm", $tile, ", [{from} + {stride}*1]"),
+            from = in(reg) $from,
+            stride = in(reg) $stride,
+            options(nostack, preserves_flags, readonly)
+        )
+    };
+}
+
 macro_rules! store {
     ($tile:literal, $to:expr, $stride:expr) => {
         asm!(
@@ -152,9 +164,9 @@ unsafe fn scores(rows: usize, q: *const u8, blocks: &Blocks, s: *mut f32) {
                     for step in 0..steps {
                         let q = q.add(step * LINE);
                         load!(4, q, q_stride);
-                        load!(6, key(0, step), LINE);
+                        load_once!(6, key(0, step), LINE);
                         dot!(0, 4, 6);
-                        load!(7, key(1, step), LINE);
+                        load_once!(7, key(1, step), LINE);
                         dot!(1, 4, 7);
                         load!(5, q.add(TILE_ROWS * q_stride), q_stride);
                         dot!(2, 5, 6);
@@ -172,7 +184,7 @@ unsafe fn scores(rows: usize, q: *const u8, blocks: &Blocks, s: *mut f32) {
                     for step in 0..steps {
                         let q = q.add(step * LINE);
                         load!(4, q, q_stride);
-                        load!(6, key(0, step), LINE);
+                        load_once!(6, key(0, step), LINE);
                         dot!(0, 4, 6);
                         load!(5, q.add(TILE_ROWS * q_stride), q_stride);
                         dot!(2, 5, 6);
@@ -185,15 +197,15 @@ unsafe fn scores(rows: usize, q: *const u8, blocks: &Blocks, s: *mut f32) {
                     zero!(0, 1, 2, 3);
                     for step in 0..steps {
                         load!(4, q.add(step * LINE), q_stride);
-                        load!(6, key(0, step), LINE);
+                        load_once!(6, key(0, step), LINE);
                         dot!(0, 4, 6);
-                        load!(7, key(1, step), LINE);
+                        load_once!(7, key(1, step), LINE);
                         dot!(1, 4, 7);
                         ahead.step();
                         ahead.step();
-                        load!(6, key(2, step), LINE);
+                        load_once!(6, key(2, step), LINE);
                         dot!(2, 4, 6);
-                        load!(7, key(3, step), LINE);
+                        load_once!(7, key(3, step), LINE);
                         dot!(3, 4, 7);
                         ahead.step();
                         ahead.step();
@@ -207,7 +219,7 @@ unsafe fn scores(rows: usize, q: *const u8, blocks: &Blocks, s: *mut f32) {
                     zero!(0);
                     for step in 0..steps {
                         load!(4, q.add(step * LINE), q_stride);
-                        load!(6, key(0, step), LINE);
+                        load_once!(6, key(0, step), LINE);
                         dot!(0, 4, 6);
                         ahead.step();
                     }
@@ -285,9 +297,9 @@ unsafe fn values(rows: usize, p: *const u8, blocks: &Blocks, correction: *const 
                     for pair in 0..pairs {
                         let p = p.add(pair * LINE);
                         load!(4, p, p_stride);
-                        load!(6, value(0, pair), o_stride);
+                        load_once!(6, value(0, pair), o_stride);
                         dot!(0, 4, 6);
-                        load!(7, value(1, pair), o_stride);
+                        load_once!(7, value(1, pair), o_stride);
                         dot!(1, 4, 7);
                         load!(5, p.add(TILE_ROWS * p_stride), p_stride);
                         dot!(2, 5, 6);
@@ -307,15 +319,15 @@ unsafe fn values(rows: usize, p: *const u8, blocks: &Blocks, correction: *const 
                     load!(3, to.add(3 * TILE_ROWS), o_stride);
                     for pair in 0..pairs {
                         load!(4, p.add(pair * LINE), p_stride);
-                        load!(6, value(0, pair), o_stride);
+                        load_once!(6, value(0, pair), o_stride);
                         dot!(0, 4, 6);
-                        load!(7, value(1, pair), o_stride);
+                        load_once!(7, value(1, pair), o_stride);
                         dot!(1, 4, 7);
                         ahead.step();
                         ahead.step();
-                        load!(6, value(2, pair), o_stride);
+                        load_once!(6, value(2, pair), o_stride);
                         dot!(2, 4, 6);
-                        load!(7, value(3, pair), o_stride);
+                        load_once!(7, value(3, pair), o_stride);
                         dot!(3, 4, 7);
                         ahead.step();
                         ahead.step();
@@ -329,7 +341,7 @@ unsafe fn values(rows: usize, p: *const u8, blocks: &Blocks, correction: *const 
                     load!(0, to, o_stride);
                     for pair in 0..pairs {
                         load!(4, p.add(pair * LINE), p_stride);
-                        load!(6, value(0, pair), o_stride);
+                        load_once!(6, value(0, pair), o_stride);
                         dot!(0, 4, 6);
                         ahead.step();
                     }
