@@ -353,7 +353,7 @@ pub(crate) enum ModelAct {
         /// auto, bfloat16, float32
         #[arg(long)]
         dtype: Option<String>,
-        /// Round int8 or int4 weights for a text: a file, or what the model writes by itself
+        /// Round int4 weights for a text: a file, or what the model writes by itself (int8 gains nothing by it)
         #[arg(long, value_name = "self:TOKENS|FILE")]
         calibrate: Option<OsString>,
     },

@@ -127,7 +127,7 @@ fn model_command() -> Command {
                         .long("calibrate")
                         .value_name("self:TOKENS|FILE")
                         .value_parser(clap::value_parser!(Calibrate))
-                        .help("round int8 or int4 weights for a text: a file, or what the model writes by itself"),
+                        .help("round int4 weights for a text: a file, or what the model writes by itself (int8 gains nothing by it)"),
                 ),
         )
 }

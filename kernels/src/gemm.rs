@@ -109,7 +109,7 @@ fn kernels<'t>(table: &'t KernelTable, w: &Matrix) -> &'t TileKernels {
     }
 }
 
-/// The sums of one panel: for a whole block where K is walked in parts, else for one tile.
+/// The sums of one panel: for a whole block where K is walked in parts, else for a tile and the one before it.
 #[repr(align(64))]
 #[allow(dead_code)] // used through pointers
 struct Sums([[f32; PANEL]; BLOCK_ROWS_MAX]);

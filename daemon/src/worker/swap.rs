@@ -15,7 +15,7 @@ use sha2::{Digest, Sha256};
 use std::cell::Cell;
 use std::fs::{File, TryLockError};
 use std::sync::LazyLock;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 /// Share of a new measurement in the mean.
 const NEWEST: f64 = 0.05;
@@ -147,7 +147,8 @@ const FILES_MAX: u32 = 64;
 
 /// What the bits of KV depend on besides the runner.
 pub(super) fn identity(load: &Load) -> Vec<u8> {
-    let mut text = format!("{:?} {:?} {} {:?}", load.dtype, load.quantization, load.seed, Hello::own());
+    let mut text =
+        format!("{:?} {:?} {} {:?} {}", load.dtype, load.quantization, load.seed, Hello::own(), executable(EXECUTABLE));
     if load.manifest.is_empty() {
         // Without digests the files' sizes and times have to do.
         text.push_str(&load.model_dir.display().to_string());
@@ -159,6 +160,16 @@ pub(super) fn identity(load: &Load) -> Vec<u8> {
     }
     let digests = load.manifest.iter().flat_map(|file| file.sha256);
     text.into_bytes().into_iter().chain(digests).collect()
+}
+
+/// The running executable, also when its file was replaced meanwhile.
+const EXECUTABLE: &str = "/proc/self/exe";
+
+/// Another build may turn or round weights otherwise: nothing that one wrote is for another, though both have one version.
+fn executable(path: &str) -> String {
+    let told = std::fs::metadata(path).and_then(|meta| Ok((meta.len(), meta.modified()?)));
+    // What can not be told is nobody else's.
+    told.map_or_else(|_| format!("{:?}", SystemTime::now()), |(length, modified)| format!("{length} {modified:?}"))
 }
 
 /// Opens a file that no other worker has.
@@ -257,6 +268,17 @@ mod tests {
         assert!(slow.pays(16, false));
         slow.settings.restore = SwapRestore::Recompute;
         assert!(!slow.pays(16, true));
+    }
+
+    #[test]
+    fn builds_of_one_version_are_told_apart() {
+        let folder = tempfile::tempdir().expect("a folder");
+        let [one, other] = ["one", "other"].map(|name| folder.path().join(name).display().to_string());
+        std::fs::write(&one, "a build").expect("written");
+        std::fs::write(&other, "another build").expect("written");
+        assert_eq!(executable(&one), executable(&one));
+        assert_ne!(executable(&one), executable(&other));
+        assert_eq!(executable(EXECUTABLE), executable(EXECUTABLE));
     }
 
     #[test]

@@ -104,13 +104,12 @@ impl LoadOptions {
                     remedy: "use auto or bfloat16",
                 })
             }
-            // Turning the stream leaves no outliers for activations to suffer from (docs/quantization.md).
+            // Turned, neither side has outliers that a scale per row would suffer from (docs/quantization.md).
             Quantization::Int8 => Ok(WeightPlan::uniform(WeightKind::Int8).turned(Turn::All)),
-            // The head decides between close tokens; 8 bits cost it little time and keep its order. Four bits rounded for
-            // themselves do not bear the turn, rounded for their inputs they gain by it.
+            // Four bits do not bear the turn unless they are rounded for their inputs; then they gain by it.
             Quantization::Int4 => {
                 let small = config.parameters() < INT4_LARGE;
-                let plan = WeightPlan::uniform(if small { INT4 } else { INT4_OF_LARGE }).with_head(INT8).grouped();
+                let plan = WeightPlan::uniform(if small { INT4 } else { INT4_OF_LARGE }).with_head(INT4_HEAD).grouped();
                 Ok(if self.calibration.is_some() { plan.turned(Turn::All) } else { plan })
             }
         }
@@ -155,7 +154,8 @@ impl LoadOptions {
     }
 }
 
-const INT8: WeightKind = WeightKind::Int8Group { group: 128 };
+/// The head decides between close tokens; 8 bits cost it little time and keep its order.
+const INT4_HEAD: WeightKind = WeightKind::Int8Group { group: 128 };
 /// Small models lose too much in groups of 128 without zero points (docs/quantization.md).
 const INT4: WeightKind = WeightKind::Int4 { group: 32, zero_point: true };
 /// Large ones bear them better, and it is memory that they want: 21 billion weights take 11 GB instead of 14.
